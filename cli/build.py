@@ -1,0 +1,122 @@
+"""`tapeout build`: a model into an engine file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tapeout.cli.format import human_bytes, table
+from tapeout.cli.paths import check_output
+from tapeout.compiler.options import DTYPE_ALIASES, FIELDS
+
+if TYPE_CHECKING:
+    from tapeout.compiler.report import BuildReport
+
+F = TypeVar("F", bound=Callable[..., Any])
+KINDS: dict[type, Any] = {int: click.INT, str: click.STRING, Path: click.Path(path_type=Path)}
+
+
+def build_options(function: F) -> F:
+    """A flag for every field of BuildOptions; flags that are not given stay None."""
+    for name, option in reversed(list(FIELDS.items())):
+        dashed, facts = name.replace("_", "-"), option.metadata
+        if facts["kind"] is bool:
+            # An option that is on by default is turned off: `--no-verify`.
+            flag = f"--{dashed}/--no-{dashed}"
+            function = click.option(flag, name, default=None, help=facts["help"])(function)
+            continue
+        kind = KINDS[facts["kind"]]
+        if facts["choices"]:
+            kind = click.Choice([*facts["choices"], *(DTYPE_ALIASES if name == "dtype" else ())])
+        text = facts["help"]
+        if option.default is not None:
+            text += f" [default: {option.default}]"
+        function = click.option(
+            f"--{dashed}", name, type=kind, metavar=facts["metavar"], default=None, help=text
+        )(function)
+    return function
+
+
+@click.command("build", short_help="Build a model into an engine file.")
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="The engine to write.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE.yaml",
+    help="Options from a file, with the names of the flags. A flag wins over the file.",
+)
+@build_options
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document, nothing else.")
+def command(model: str, output: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Build MODEL, a Hugging Face directory, a hub id or a .gguf file, into an engine.
+
+    \b
+    tapeout build HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2.engine
+    tapeout build model.gguf -o model.engine --dtype bf16 --max-batch-size 16
+    tapeout build ./checkpoint -o model.engine --dry-run
+    """
+    from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.options_file import load_options
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    options = load_options(config, given)
+    if output is None:
+        if not options.dry_run:
+            raise click.UsageError("Missing option '-o' / '--output': where to write the engine.")
+        output = Path(default_name(model))
+    if not options.dry_run:
+        check_output(output, "--output")
+
+    progress = choose_progress(silent=as_json)
+    changed = {k: v for k, v in options.effective().items() if v != FIELDS[k].default}
+    progress.info(f"options: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'defaults'}")
+
+    from tapeout.compiler.build import build
+
+    report = build(model, output, options, progress)
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else summary(report))
+
+
+def default_name(model: str) -> str:
+    """`org/Name-1B` and `dir/Name-1B.gguf` both give `Name-1B.engine`."""
+    name = re.sub(r"\.gguf$", "", Path(model).name) or "model"
+    return f"{name}.engine"
+
+
+def summary(report: BuildReport) -> str:
+    """The last lines of a build: what it is good for, files, seconds, peak memory."""
+    lines = [f"warning: {text}" for text in report.warnings]
+    limits, memory = report.limits, report.memory
+    lines += [
+        f"engine for {report.target}, {report.dtype}, quantize {report.quantize}",
+        table(
+            [
+                ("max-batch-size", f"{limits.max_batch_size} requests"),
+                ("max-num-tokens", f"{limits.max_num_tokens} tokens a step"),
+                ("max-seq-len", f"{limits.max_seq_len} tokens a request"),
+                ("tokens-per-page", f"{limits.tokens_per_page} tokens"),
+            ]
+        ),
+        "memory at these limits",
+        table(
+            [
+                ("weights", human_bytes(memory.weights_bytes)),
+                ("arena", human_bytes(memory.arena_bytes)),
+                ("KV cache", human_bytes(memory.kv_cache_bytes)),
+                ("total", f"{human_bytes(memory.total_bytes)}  ({memory.advice()})"),
+            ]
+        ),
+    ]
+    if not report.dry_run:
+        lines.append(f"parity: {report.parity.get('verdict', 'unknown')}")
+    lines.append("would write" if report.dry_run else "wrote")
+    lines += [table([(name, human_bytes(size)) for name, size in report.file_bytes.items()])]
+    seconds = sum(report.stage_seconds.values())
+    lines.append(f"{seconds:.1f} s, peak memory {human_bytes(report.peak_memory_bytes)}")
+    return "\n".join(lines)

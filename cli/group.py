@@ -1,0 +1,75 @@
+"""How every command ends: an exit code, and one message for each kind of failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import click
+
+from tapeout.plugins.errors import CapacityError, TapeoutError, UsageError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+TRACEBACK_VARIABLE = "TAPEOUT_TRACEBACK"
+
+
+class RootGroup(click.Group):
+    """A click group that renders errors as `error: ...` and `hint: ...` on stderr."""
+
+    def main(  # type: ignore[override]  # click overloads it on standalone_mode; it always exits here
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> NoReturn:
+        extra["standalone_mode"] = False
+        sys.exit(exit_code(lambda: super(RootGroup, self).main(args, prog_name, **extra)))
+
+
+def exit_code(command: Callable[[], Any]) -> int:
+    """Run a command and turn the way it ended into an exit code, printing what went wrong."""
+    try:
+        code = command()
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE):
+            import traceback
+
+            traceback.print_exc()
+        known = explain(error)
+        click.echo(f"error: {known.render()}", err=True)
+        return known.exit_code
+
+
+def explain(error: Exception) -> TapeoutError:
+    """The error as one of ours: message, hint and exit code."""
+    if isinstance(error, TapeoutError):
+        return error
+    if isinstance(error, click.ClickException):
+        return _click_error(error)
+    # torch reports a failed allocation on a CPU as RuntimeError with this text.
+    if isinstance(error, MemoryError) or "not enough memory" in str(error):
+        return CapacityError(
+            f"out of memory: {error}" if str(error) else "out of memory",
+            hint="lower the engine's limits or the KV cache; `tapeout build --dry-run` prints what is needed",
+        )
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("tapeout"):
+        return TapeoutError(
+            f"the Python package {error.name!r} is not installed",
+            hint="pip install 'tapeout[build,cpu]' installs what building and running on a CPU need",
+        )
+    text = " ".join(str(error).split()) or "no message"
+    return TapeoutError(
+        f"unexpected {type(error).__name__}: {text}",
+        hint=f"set {TRACEBACK_VARIABLE}=1 to see where it came from",
+    )
+
+
+def _click_error(error: click.ClickException) -> TapeoutError:
+    context = getattr(error, "ctx", None)
+    hint = f"see `{context.command_path} --help`" if context is not None else None
+    known = UsageError(error.format_message(), hint=hint)
+    known.exit_code = error.exit_code
+    return known

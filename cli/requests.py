@@ -1,0 +1,142 @@
+"""The requests of one `tapeout run`: from prompts, a JSON-lines file or standard input."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tapeout.plugins.errors import UsageError
+from tapeout.plugins.sample.params import SamplingParams
+
+#: Exactly one of these says what the model reads.
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+
+#: Turns a request's own sampling fields into its parameters; raises UsageError.
+MakeParams = Callable[[Mapping[str, Any]], SamplingParams]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one request reads and how its tokens are chosen.
+
+    Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `id` is the user's name for
+    it, repeated in the result.
+    """
+
+    params: SamplingParams
+    id: Any = None
+    prompt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ChatStyle:
+    """Whether a plain prompt is a user's message, and which system message comes before it."""
+
+    chat: bool = False
+    system: str | None = None
+
+    def request(self, prompt: str, params: SamplingParams, request_id: Any = None) -> Request:
+        if not self.chat:
+            return Request(params, request_id, prompt=prompt)
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return Request(params, request_id, messages=(*system, {"role": "user", "content": prompt}))
+
+
+def requests_from_prompts(prompts: Iterable[str], style: ChatStyle, make: MakeParams) -> list[Request]:
+    """One request for each prompt, all with the same parameters.
+
+    Raises:
+        UsageError: a prompt is empty, or the parameters are invalid.
+    """
+    params = make({})
+    prompts = list(prompts)
+    if empty := [str(i) for i, prompt in enumerate(prompts, 1) if not prompt]:
+        raise UsageError(
+            f"prompt {', '.join(empty)} is empty, expected at least one character",
+            hint="give text with --prompt, or a file with --input",
+        )
+    return [style.request(prompt, params) for prompt in prompts]
+
+
+def requests_from_jsonl(text: str, name: str, style: ChatStyle, make: MakeParams) -> list[Request]:
+    """One request for each line that is not blank; `name` is how the user called the input.
+
+    Raises:
+        UsageError: naming every bad line with its number.
+    """
+    requests, problems = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_from_line(line, style, make))
+        except UsageError as error:
+            problems += [f"{name}:{number}: {part.strip()}" for part in error.message.splitlines()]
+    if problems:
+        raise UsageError(
+            "\n".join(problems),
+            hint=f'a line is {{"prompt": "..."}} with optional fields: {", ".join(KNOWN_FIELDS)}',
+        )
+    if not requests:
+        raise UsageError(f"{name}: no requests, expected at least one line of JSON")
+    return requests
+
+
+def _from_line(line: str, style: ChatStyle, make: MakeParams) -> Request:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{line.strip()[:40]!r} is no object, expected {{...}}")
+    problems = [_unknown(key) for key in data if key not in KNOWN_FIELDS]
+    problems += _prompt_problems(data)
+    params = None
+    try:
+        params = make({name: data[name] for name in SAMPLING_FIELDS if name in data})
+    except UsageError as error:
+        problems.append(error.message)
+    if problems or params is None:
+        raise UsageError("\n".join(problems))
+    if "prompt" in data:
+        return style.request(data["prompt"], params, data.get("id"))
+    if "messages" in data:
+        return Request(params, data.get("id"), messages=tuple(data["messages"]))
+    return Request(params, data.get("id"), prompt_token_ids=tuple(data["prompt_token_ids"]))
+
+
+def _unknown(key: str) -> str:
+    close = difflib.get_close_matches(key, KNOWN_FIELDS, n=1)
+    return f"unknown field {key!r}" + (f", did you mean {close[0]!r}?" if close else "")
+
+
+def _prompt_problems(data: Mapping[str, Any]) -> list[str]:
+    given = [name for name in PROMPT_FIELDS if name in data]
+    if len(given) != 1:
+        return [
+            f"found {' and '.join(given) or 'no prompt'}, expected exactly one of {', '.join(PROMPT_FIELDS)}"
+        ]
+    value = data[given[0]]
+    if given[0] == "prompt":
+        ok, expected = isinstance(value, str) and value != "", "text that is not empty"
+    elif given[0] == "messages":
+        ok, expected = _are_messages(value), 'a list of {"role": text, "content": ...}, at least one'
+    else:
+        ok = isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
+        expected = "a list of token ids, at least one"
+    return [] if ok else [f"{given[0]} = {str(value)[:60]!r}, expected {expected}"]
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    )

@@ -1,0 +1,274 @@
+"""Writing engine files: laid out first, weights streamed one recipe at a time, all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from tapeout.model_defs.weights import Read, WeightRef, recipe_digest, run_recipe
+from tapeout.plugins.errors import EngineError, TapeoutError, UsageError
+from tapeout.runtime.engine.container import KIND_ENGINE, KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
+from tapeout.runtime.engine.integrity import WeightChecksums, integrity_section
+from tapeout.runtime.engine.manifest import Manifest
+from tapeout.runtime.engine.program import Program
+from tapeout.runtime.engine.program_check import ProgramWeight, program_problems
+from tapeout.runtime.engine.reader import open_weights_file
+
+_NO_SEAL = bytes(SHA_BYTES)
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+#: Told (bytes written, bytes in all) after every tensor.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """Files that now exist (the engine first), bytes by section, and whether a shared weight
+    file was already there and was kept."""
+
+    paths: tuple[Path, ...]
+    sizes: Mapping[str, int]
+    shared_reused: bool = False
+
+
+def check_output(path: str | Path) -> Path:
+    """The output path, proven writable before any work is done. Raises UsageError."""
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"output {path} is a directory", hint=f"name a file: -o {path / 'model.engine'}")
+    if not path.parent.is_dir():
+        raise UsageError(f"output directory {path.parent} does not exist", hint=f"mkdir -p {path.parent}")
+    try:
+        with _temporary(path):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"output {path} cannot be written: {error.strerror or error}",
+            hint="choose a directory you may write to",
+        ) from None
+    return path
+
+
+def write_engine(
+    path: str | Path,
+    manifest: Manifest,
+    program: Program,
+    weights: Mapping[str, WeightRef],
+    read: Read,
+    kernels: Mapping[str, bytes],
+    texts: Mapping[str, bytes],
+    *,
+    source_digest: str,
+    shared: bool = False,
+    progress: Progress | None = None,
+) -> WriteResult:
+    """Write an engine, and with `shared` its sibling weight file, atomically.
+
+    `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
+    digest. `manifest.weights` is filled in here. The file appears under `path` complete or not at
+    all. Same arguments, same bytes. Peak memory: one recipe's result plus its largest source.
+
+    Raises UsageError for an unusable path, TapeoutError when the program is unsound, a recipe
+    fails or the disk is full.
+    """
+    path = check_output(path)
+    _check_program(program, manifest, weights)
+    digest = recipe_digest(weights, source_digest, read)
+    specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
+    facts: dict[str, Any] = {"storage": "embedded", "digest": digest}
+    seal, reused, paths, shared_bytes = _NO_SEAL, False, [path], 0
+    if shared:
+        sibling = path.with_name(f"{digest[:16]}.weights.safetensors")
+        facts = {"storage": "shared", "digest": digest, "file": sibling.name}
+        layout = plan_layout(KIND_WEIGHTS, {"digest": digest}, specs, {})
+        found = _existing_seal(sibling, digest, layout)
+        reused = found is not None
+        seal = found or _write_file(sibling, layout, weights, read, {}, _NO_SEAL, progress)
+        paths, shared_bytes = [path, sibling], layout.file_bytes
+    manifest = replace(manifest, weights=facts)
+    metadata = {"manifest": _dump(manifest.to_json()), "program": _dump(program.to_json())}
+    blobs = {f"kernels/{n}": b for n, b in kernels.items()} | {f"text/{n}": b for n, b in texts.items()}
+    embedded = {} if shared else weights
+    sizes = {name: len(blob) for name, blob in blobs.items()}
+    layout = plan_layout(KIND_ENGINE, metadata, {n: specs[n] for n in embedded}, sizes)
+    _write_file(path, layout, embedded, read, blobs, seal, progress)
+    sizes = {**layout.sizes(), "shared_weights": shared_bytes, "total": layout.file_bytes + shared_bytes}
+    return WriteResult(tuple(paths), sizes, reused)
+
+
+def _dump(data: Any) -> str:
+    try:
+        return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise TapeoutError(f"the manifest or program holds a value JSON has no form for: {error}") from None
+
+
+def _check_program(program: Program, manifest: Manifest, weights: Mapping[str, WeightRef]) -> None:
+    known = {name: ProgramWeight(ref.dtype, ref.shape) for name, ref in weights.items()}
+    problems = program_problems(program, manifest.limits, known)
+    if problems:
+        raise TapeoutError(
+            "the program is unsound and is not written:\n" + "\n".join(f"  {p}" for p in problems[:20]),
+            hint="this is a fault of the compiler; please report it with --dump DIR",
+        )
+
+
+def _existing_seal(path: Path, digest: str, layout: Layout) -> bytes | None:
+    """Seal of a shared weight file that is already there and whole; None when it must be written."""
+    if not path.is_file():
+        return None
+    try:
+        file = open_weights_file(path)
+    except EngineError:
+        return None
+    try:
+        if file.metadata.get("digest") != digest or file.layout.header != layout.header:
+            return None
+        file.verifier.check_weights(full=True)
+        return file.verifier.seal
+    except EngineError:
+        return None
+    finally:
+        file.close()
+
+
+def _write_file(
+    path: Path,
+    layout: Layout,
+    weights: Mapping[str, WeightRef],
+    read: Read,
+    blobs: Mapping[str, bytes],
+    shared_seal: bytes,
+    progress: Progress | None,
+) -> bytes:
+    """Write one file; returns its seal."""
+    _remove_leftovers(path)
+    _check_space(path, layout.file_bytes)
+    try:
+        with _temporary(path) as (temporary, file):
+            seal = _write_sections(file, layout, weights, read, blobs, shared_seal, progress)
+            file.flush()
+            os.fsync(file.fileno())
+            if file.tell() != layout.file_bytes:
+                raise AssertionError(f"{file.tell()} bytes written, {layout.file_bytes} were laid out")
+            temporary.replace(path)
+            _sync_directory(path.parent)
+            return seal
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise _disk_full(path, layout.file_bytes) from None
+        raise TapeoutError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def _write_sections(
+    file: IO[bytes],
+    layout: Layout,
+    weights: Mapping[str, WeightRef],
+    read: Read,
+    blobs: Mapping[str, bytes],
+    shared_seal: bytes,
+    progress: Progress | None,
+) -> bytes:
+    checksums = WeightChecksums()
+    file.write(layout.header)
+    for entry in layout.entries.values():
+        section, _, name = entry.name.partition("/")
+        if section == "integrity":
+            continue
+        if section == "weights":
+            _write_weight(file, checksums, _run(name, weights[name], read))
+        elif section == "padding":
+            checksums.update(bytes(entry.size_bytes))
+            file.write(bytes(entry.size_bytes))
+        else:
+            file.write(blobs[entry.name])
+        if progress is not None:
+            progress(entry.end, layout.file_bytes)
+    chunks, weights_sha = checksums.finish()
+    hashed = [blobs[e.name] for e in layout.hashed]
+    section_bytes, seal = integrity_section(layout.header, chunks, weights_sha, shared_seal, hashed)
+    file.write(section_bytes)
+    return seal
+
+
+def _run(name: str, ref: WeightRef, read: Read) -> np.ndarray:
+    try:
+        return run_recipe(ref, read)
+    except OSError as error:  # not to be taken for a failure of the output
+        raise TapeoutError(f"sources of weight {name} cannot be read: {error}") from error
+
+
+def _write_weight(file: IO[bytes], checksums: WeightChecksums, array: np.ndarray) -> None:
+    data = memoryview(array.reshape(-1).view(np.uint8))  # bfloat16 arrays have no buffer protocol
+    checksums.update(data)
+    file.write(data)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A new locked file beside `path`; removed on the way out, whatever happens, unless renamed.
+
+    The lock tells a later build that the writer is alive; it ends with the process.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            _lock(fd)
+            yield temporary, file
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _lock(fd: int) -> bool:
+    """Take the lock at once or say that another process holds it (or that there are no locks here)."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Temporary files of builds of the same output that were killed."""
+    for leftover in path.parent.iterdir():
+        if not (leftover.name.startswith(f".{path.name}.") and leftover.name.endswith(".tmp")):
+            continue
+        with contextlib.suppress(OSError), leftover.open("r+b") as file:
+            if _lock(file.fileno()):
+                leftover.unlink()
+
+
+def _check_space(path: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if free < needed_bytes:
+        raise _disk_full(path, needed_bytes, free)
+
+
+def _disk_full(path: Path, needed_bytes: int, free_bytes: int | None = None) -> TapeoutError:
+    free = shutil.disk_usage(path.parent).free if free_bytes is None else free_bytes
+    return TapeoutError(
+        f"no space left for {path}: it takes {needed_bytes:,} bytes, {free:,} are free in {path.parent}",
+        hint="free some space or write to another disk; nothing was left behind",
+    )
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename durable; some file systems cannot sync a directory, which loses only durability."""
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,238 @@
+"""What a build is asked to do: one frozen object, from flags, a YAML file and defaults.
+
+Flag over file over default. A field's metadata is the one place that says what the option
+means, which values it takes and whether it changes the engine; the command line is generated
+from it, so that flag and file can never differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tapeout.plugins.errors import UnsupportedError, UsageError
+
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_TOKENS_PER_PAGE = 512
+_TARGET = re.compile(r"auto|cpu|cuda(:(sm_\d{2,3}|[a-z][a-z0-9]+))?")
+_HINT = "`tapeout build --help` lists the options; a file takes the same names"
+
+Check = Callable[[Any], str | None]
+
+
+def _option(
+    default: Any,
+    kind: type,
+    help_text: str,
+    *,
+    identity: bool,
+    check: Check | None = None,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+) -> Any:
+    """A field of BuildOptions.
+
+    `kind` is the value's type (None is allowed where it is the default); `identity` says whether
+    the option can change the engine's bytes. Timings are an input beside the options: the path of
+    the timing cache is no identity, its content decides which tactics win.
+    """
+    metadata = {
+        "kind": kind,
+        "help": help_text,
+        "identity": identity,
+        "check": check,
+        "choices": choices,
+        "metavar": metavar,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def _at_least(low: int) -> Check:
+    return lambda value: None if value >= low else f"expected an integer of at least {low}"
+
+
+def _page_size(value: int) -> str | None:
+    fits = 1 <= value <= MAX_TOKENS_PER_PAGE and value & (value - 1) == 0
+    return None if fits else f"expected a power of two from 1 to {MAX_TOKENS_PER_PAGE}"
+
+
+def _target(value: str) -> str | None:
+    return (
+        None if _TARGET.fullmatch(value) else "expected auto, cpu, cuda:sm_NN or cuda:SKU (for example h100)"
+    )
+
+
+def _file(value: Path) -> str | None:
+    if value.is_dir():
+        return "expected a file, this is a directory"
+    return None if value.parent.is_dir() else f"expected an existing directory, {value.parent} is none"
+
+
+def _directory(value: Path) -> str | None:
+    return "expected a directory, this is a file" if value.is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Everything a build can be told, validated.
+
+    Invalid values raise one UsageError with a line for each. A limit of None is derived from
+    model and target by the compiler: `max_seq_len` is the smaller of the model's maximum and
+    4096; on `cpu`, `max_batch_size` is 8 and `max_num_tokens` 512.
+
+    Raises:
+        UsageError: a value is invalid (all of them are listed).
+        UnsupportedError: the target exists but cannot be built for yet.
+    """
+
+    target: str = _option(
+        "auto",
+        str,
+        "Machine the engine is for: auto (this one), cpu, cuda:sm_NN or cuda:SKU.",
+        identity=True,
+        check=_target,
+        metavar="TARGET",
+    )
+    dtype: str = _option(
+        "auto",
+        str,
+        "Precision of weights, activations and KV cache; auto takes the checkpoint's.",
+        identity=True,
+        choices=DTYPES,
+    )
+    max_batch_size: int | None = _option(
+        None, int, "Most requests in flight. [default: 8 on cpu]", identity=True, check=_at_least(1)
+    )
+    max_num_tokens: int | None = _option(
+        None,
+        int,
+        "Most tokens packed into one step. [default: 512 on cpu]",
+        identity=True,
+        check=_at_least(1),
+    )
+    max_seq_len: int | None = _option(
+        None,
+        int,
+        "Most tokens of one request, prompt and answer. [default: the model's maximum, at most 4096]",
+        identity=True,
+        check=_at_least(2),
+    )
+    tokens_per_page: int = _option(
+        32, int, "Tokens in one page of the KV cache; a power of two.", identity=True, check=_page_size
+    )
+    timing_cache: Path | None = _option(
+        None,
+        Path,
+        "Read tactic timings from FILE and add new ones to it.",
+        identity=False,
+        check=_file,
+        metavar="FILE",
+    )
+    weights: str = _option(
+        "embedded",
+        str,
+        "Keep weights inside the engine, or in a file beside it that engines share.",
+        identity=True,
+        choices=("embedded", "shared"),
+    )
+    quantize: str = _option(
+        "none",
+        str,
+        "Quantize linear weights while building.",
+        identity=True,
+        choices=("none", "int8-dynamic"),
+    )
+    batch_invariant: bool = _option(
+        False,
+        bool,
+        "Only tactics whose result for a row does not depend on what shares its step.",
+        identity=True,
+    )
+    verify: bool = _option(
+        True, bool, "Compare the engine with Hugging Face on short prompts.", identity=True
+    )
+    seed: int = _option(
+        0,
+        int,
+        "Seed of the inputs that tactics are checked and timed with.",
+        identity=True,
+        check=_at_least(0),
+    )
+    trust_remote_code: bool = _option(
+        False, bool, "Run Python code that comes with the model.", identity=True
+    )
+    revision: str | None = _option(
+        None, str, "Branch, tag or commit of a hub id.", identity=False, metavar="REV"
+    )
+    dump: Path | None = _option(
+        None,
+        Path,
+        "Write the graph after every pass as text into DIR.",
+        identity=False,
+        check=_directory,
+        metavar="DIR",
+    )
+    dry_run: bool = _option(
+        False, bool, "Print limits, memory and file sizes; write nothing.", identity=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if problems := [p for name, value in values.items() if (p := problem(name, value, name))]:
+            raise UsageError("\n".join(problems), hint=_HINT)
+        if cross := _cross_problems(self):
+            raise UsageError("\n".join(cross), hint=_HINT)
+        if self.target.startswith("cuda"):
+            raise UnsupportedError(
+                f"target: {self.target!r} cannot be built for yet, expected auto or cpu",
+                hint="CUDA targets are planned; use --target cpu",
+            )
+
+    def effective(self) -> dict[str, Any]:
+        """All options as plain data (paths as text), for printing and reports."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values}
+
+    def identity(self) -> dict[str, Any]:
+        """The options that can change the engine's bytes: what a manifest or cache key holds.
+
+        `revision` is not among them: the checkpoint's own digest says more.
+        """
+        return {name: value for name, value in self.effective().items() if FIELDS[name].metadata["identity"]}
+
+
+FIELDS: Mapping[str, Field[Any]] = {f.name: f for f in fields(BuildOptions)}
+
+
+def problem(name: str, value: Any, label: str) -> str | None:
+    """What is wrong with one option's value, or None; `label` is how the user wrote the option."""
+    option = FIELDS[name]
+    kind, choices, check = (option.metadata[key] for key in ("kind", "choices", "check"))
+    if value is None and option.default is None:
+        return None
+    # An exact comparison: True is an int to isinstance. Path is an abstract front of its subclasses.
+    if not (isinstance(value, Path) if kind is Path else type(value) is kind):
+        names = {int: "an integer", str: "text", bool: "true or false", Path: "a path"}
+        return f"{label}: {value!r} is of type {type(value).__name__}, expected {names[kind]}"
+    if choices and value not in choices:
+        return f"{label}: {value!r} is unknown, expected one of {', '.join(choices)}"
+    complaint = check(value) if check else None
+    return f"{label}: {str(value)!r} is invalid, {complaint}" if complaint else None
+
+
+def _cross_problems(options: BuildOptions) -> list[str]:
+    """Combinations that no engine can have."""
+    batch, tokens = options.max_batch_size, options.max_num_tokens
+    if batch is not None and tokens is not None and tokens < batch:
+        return [
+            (
+                f"max_num_tokens: {tokens} is less than max_batch_size {batch}, "
+                "expected at least one token for each request in flight"
+            )
+        ]
+    return []

@@ -1,0 +1,126 @@
+"""Canonicalize: one spelling for what Hugging Face code spells in many ways.
+
+Removes what export adds (metadata asserts, device moves) and what changes nothing (casts to
+the same dtype, full slices, pairs of transposes), so that later passes see plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from tapeout.compiler.graph import Graph
+
+aten = torch.ops.aten
+_INT_MAX = 2**62
+
+_IDENTITY = frozenset(
+    {
+        aten.alias.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.detach.default,
+        aten.detach_.default,
+        aten.dropout.default,
+        aten.lift_fresh_copy.default,
+    }
+)
+_CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default})
+
+
+def canonicalize(graph: Graph) -> int:
+    """Rewrite until nothing changes; returns the number of nodes removed."""
+    return canonicalize_nodes(graph.graph)
+
+
+def canonicalize_nodes(graph: fx.Graph) -> int:
+    """The rewrites on a bare FX graph whose nodes carry `meta["val"]`."""
+    before = len(graph.nodes)
+    changed = True
+    while changed:
+        changed = False
+        for node in list(graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target is aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+                changed = True
+                continue
+            if node.target in _CASTS:
+                _normalize_cast(node)
+            source = next((s for rule in _RULES if (s := rule(node)) is not None), None)
+            if source is not None:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+                changed = True
+    return before - len(graph.nodes)
+
+
+def _same_type(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return x.dtype == y.dtype and len(x.shape) == len(y.shape) and all(_equal(s, t) for s, t in zip(x.shape, y.shape))
+
+
+def _equal(a: object, b: object) -> bool:
+    return (a.node.expr if isinstance(a, torch.SymInt) else a) == (b.node.expr if isinstance(b, torch.SymInt) else b)
+
+
+def _normalize_cast(node: fx.Node) -> None:
+    """Every cast becomes `to.dtype(x, dtype)`: devices and layouts do not exist in the graph."""
+    if node.target is not aten.to.dtype or len(node.args) != 2 or node.kwargs:
+        node.target = aten.to.dtype
+        node.args = (node.args[0], node.meta["val"].dtype)
+        node.kwargs = {}
+
+
+def _identity(node: fx.Node) -> fx.Node | None:
+    return node.args[0] if node.target in _IDENTITY else None
+
+
+def _same_shape(node: fx.Node) -> fx.Node | None:
+    """Casts, views and expands that keep dtype and shape."""
+    if node.target in {aten.to.dtype, aten.view.default, aten.reshape.default, aten.expand.default}:
+        return node.args[0] if _same_type(node, node.args[0]) else None
+    return None
+
+
+def _full_slice(node: fx.Node) -> fx.Node | None:
+    """A slice of everything, with step 1 (step 2 is interleaved RoPE and must stay)."""
+    if node.target is not aten.slice.Tensor or (len(node.args) > 4 and node.args[4] != 1):
+        return None
+    start = node.args[2] if len(node.args) > 2 else 0
+    end = node.args[3] if len(node.args) > 3 else None
+    open_ended = end is None or (isinstance(end, int) and end >= _INT_MAX)
+    return node.args[0] if start in (0, None) and open_ended else None
+
+
+def _transpose_pair(node: fx.Node) -> fx.Node | None:
+    inner = node.args[0]
+    if node.target is not aten.transpose.int or not isinstance(inner, fx.Node) or inner.target is not aten.transpose.int:
+        return None
+    rank = len(node.meta["val"].shape)
+
+    def dims(n: fx.Node) -> set[int]:
+        return {int(d) % rank for d in n.args[1:3]}
+
+    return inner.args[0] if dims(node) == dims(inner) else None
+
+
+def _view_of_view(node: fx.Node) -> fx.Node | None:
+    """A view of a view looks through the inner one (the outer shape alone counts)."""
+    views = {aten.view.default, aten.reshape.default}
+    inner = node.args[0]
+    if node.target in views and isinstance(inner, fx.Node) and inner.target in views:
+        node.args = (inner.args[0], node.args[1])
+    return None
+
+
+_RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
+    _identity,
+    _view_of_view,
+    _same_shape,
+    _full_slice,
+    _transpose_pair,
+)

@@ -1,0 +1,37 @@
+"""Fuse the arithmetic of RMSNorm into `tapeout::rms_norm`."""
+
+from __future__ import annotations
+
+import torch
+
+from tapeout.compiler.graph import Graph, dtype
+from tapeout.compiler.match import Pattern, example, find, make_pattern
+from tapeout.plugins.rms_norm.decomposition import VARIANTS
+
+_EPS = 1.2345e-5  # sentinel
+
+
+def fuse_rms_norm(graph: Graph) -> int:
+    """Returns the number of norms fused."""
+    count = 0
+    for pattern, offset, cast_first in _patterns(_model_dtype(graph)):
+        for match in find(graph.graph, pattern):
+            x, weight = match.inputs
+            if graph.weight_name(weight) is None:
+                continue
+            (out,) = match.outputs
+            args = (x, weight, float(match.literals["eps"]), offset, cast_first)
+            out.replace_all_uses_with(graph.call(out, torch.ops.tapeout.rms_norm.default, *args))
+            count += 1
+    return count
+
+
+def _model_dtype(graph: Graph) -> torch.dtype:
+    (output,) = graph.graph.find_nodes(op="output")
+    return dtype(output.args[0][0])
+
+
+def _patterns(model_dtype: torch.dtype) -> list[tuple[Pattern, float, bool]]:
+    """The spellings at this dtype; rank is no part of them, so query and key norms match too."""
+    x, weight = example((1, 5, 8), model_dtype), example((8,), model_dtype)
+    return [(make_pattern(f, (x, weight), {"eps": _EPS}), offset, cast) for f, offset, cast in VARIANTS]

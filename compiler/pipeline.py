@@ -1,0 +1,82 @@
+"""The passes, in order. Each is one file in `passes/`; this list is the whole of it.
+
+The driver, not a pass, tidies, counts, checks the count against the model's facts and dumps
+the graph. A pass takes a graph, edits it and returns how many places it rewrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tapeout.compiler.graph import Graph
+from tapeout.compiler.passes.canonicalize import canonicalize
+from tapeout.compiler.passes.fold_scalars import fold_scalars
+from tapeout.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from tapeout.compiler.passes.fuse_gated_mlp import fuse_gated_mlp
+from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
+from tapeout.compiler.passes.fuse_rope import fuse_rope
+from tapeout.compiler.passes.merge_qkv import merge_qkv
+from tapeout.compiler.passes.page_attention import page_attention
+from tapeout.compiler.passes.select_logit_rows import select_logit_rows
+from tapeout.plugins.errors import UnsupportedError
+
+Pass = Callable[[Graph], int]
+
+PASSES: tuple[Pass, ...] = (
+    canonicalize,
+    fold_scalars,
+    fuse_rms_norm,
+    fuse_add_rms_norm,
+    fuse_rope,
+    merge_qkv,
+    fuse_gated_mlp,
+    page_attention,
+    select_logit_rows,
+)
+
+
+def run_passes(
+    graph: Graph,
+    passes: tuple[Pass, ...],
+    expected: Mapping[str, int | None],
+    *,
+    dump: Path | None = None,
+    after_each: Callable[[str, Graph], None] | None = None,
+) -> dict[str, int]:
+    """Run the passes; returns match counts by pass name.
+
+    Args:
+        expected: match count by pass name where the model's facts give one.
+        dump: folder for the graph's text after every pass.
+        after_each: called with the pass name and the graph (tests execute it there).
+
+    Raises:
+        UnsupportedError: a pass matched another number of places than the facts say.
+    """
+    counts = {}
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        _dump(graph, dump / "00_trace.txt")
+    for index, pass_ in enumerate(passes, start=1):
+        name = pass_.__name__
+        counts[name] = pass_(graph)
+        if pass_ is not canonicalize:
+            canonicalize(graph)
+        graph.tidy()
+        if dump is not None:
+            _dump(graph, dump / f"{index:02}_{name}.txt")
+        want = expected.get(name)
+        if want is not None and counts[name] != want:
+            raise UnsupportedError(
+                f"pass {name} matched {counts[name]} places, the model's config says {want}",
+                hint=f"compare with --dump what the graph looks like before {name}",
+            )
+        if after_each is not None:
+            after_each(name, graph)
+    return counts
+
+
+def _dump(graph: Graph, path: Path) -> None:
+    weights = "".join(f"# {name} = {ref.text()}: {ref.dtype}{list(ref.shape)}\n" for name, ref in graph.weights.items())
+    path.write_text(weights + graph.module.code)

@@ -1,0 +1,119 @@
+"""What a build has to say about itself.
+
+The engine holds only what depends on the model, the options and the choices made; times, paths
+and memory depend on the host and stand here, in `FILE.report.json` beside the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tapeout.runtime.engine.manifest import Limits
+
+REPORT_VERSION = 1
+
+
+def report_path(engine: Path) -> Path:
+    """Where the report of an engine lies: `m.engine` -> `m.engine.report.json`."""
+    return engine.with_name(engine.name + ".report.json")
+
+
+@dataclass(frozen=True)
+class TacticTiming:
+    """The choice for one op signature at one anchor row count.
+
+    Attributes:
+        signature: `OpSignature.key()`.
+        rows: the anchor T (or R) that was timed.
+        tactic: the winner.
+        median_us: the winner's time, None when nothing was timed.
+        losers: other valid tactics and their median times in microseconds.
+        rejected: tactics that could not run or gave wrong results, with the reason.
+        cached: the figures come from the timing cache.
+    """
+
+    signature: str
+    rows: int
+    tactic: str
+    median_us: float | None
+    losers: Mapping[str, float] = field(default_factory=dict)
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    cached: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes the engine needs at run time at its limits.
+
+    `kv_cache_bytes` serves `max_batch_size` requests of `max_seq_len` tokens at once; a smaller
+    pool works too, with fewer or shorter requests in flight.
+    """
+
+    weights_bytes: int
+    arena_bytes: int
+    kv_cache_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.arena_bytes + self.kv_cache_bytes
+
+    def advice(self) -> str:
+        """Which limit to lower, for the largest of the three."""
+        largest = max(self.weights_bytes, self.arena_bytes, self.kv_cache_bytes)
+        if largest == self.kv_cache_bytes:
+            return "the KV cache is largest: lower --max-seq-len or --max-batch-size"
+        if largest == self.arena_bytes:
+            return "the arena is largest: lower --max-num-tokens"
+        return "the weights are largest: choose a smaller --dtype or --quantize int8-dynamic"
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built, how long it took and what was chosen.
+
+    Attributes:
+        engine: the engine file; with `dry_run` the file that would be written.
+        dry_run: nothing was written.
+        target, dtype, quantize: as resolved, for example `cpu:x86_64_v3`.
+        limits: as resolved.
+        memory: bytes at run time.
+        file_bytes: file name to size, for every file written (or to be written).
+        section_bytes: engine section (`weights`, `text`, `program`, `kernels`) to size.
+        stage_seconds: stage name to wall seconds, in order.
+        peak_memory_bytes: peak resident memory of the process.
+        passes: pass name to match count.
+        tactics: the choice at each anchor.
+        timed: False when tactics were chosen without times.
+        parity: verdict, cases, tolerance and figures of the comparison with HF.
+        options: `BuildOptions.effective()`.
+        warnings: what the user should know, one line each.
+    """
+
+    engine: Path
+    dry_run: bool
+    target: str
+    dtype: str
+    quantize: str
+    limits: Limits
+    memory: MemoryPlan
+    file_bytes: Mapping[str, int]
+    section_bytes: Mapping[str, int]
+    stage_seconds: Mapping[str, float]
+    peak_memory_bytes: int
+    passes: Mapping[str, int]
+    tactics: tuple[TacticTiming, ...]
+    timed: bool
+    parity: Mapping[str, Any]
+    options: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what `--json` prints and the report file holds."""
+        data = asdict(self)
+        data["engine"] = str(self.engine)
+        data["memory"]["total_bytes"] = self.memory.total_bytes
+        return {"report_version": REPORT_VERSION, **json.loads(json.dumps(data))}

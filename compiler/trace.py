@@ -1,0 +1,236 @@
+"""Trace unmodified Hugging Face modeling code into a graph, without its weights.
+
+The model lives on the meta device. Attention goes through the library's own
+AttentionInterface to the custom op `tapeout::attention`; masks are classified instead of
+built; inputs are packed `[1, T]` with dynamic T, and only the rows in `row_ids` reach the
+LM head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tapeout.compiler.graph import Graph, to_numpy, weight_placeholder
+from tapeout.compiler.masks import Mask, classify
+from tapeout.model_defs.source import TensorInfo
+from tapeout.model_defs.weights import WeightRef
+from tapeout.plugins.errors import TapeoutError, UnsupportedError
+
+INTERFACE = "tapeout"  # the name under which attention and masks are registered
+_PREFIX = "model_under_trace."
+
+# Arguments of attention functions that do not change the result of packed causal attention.
+_HARMLESS = frozenset(
+    "position_ids position_embeddings cache cache_position past_key_values use_cache output_attentions output_hidden_states "
+    "return_dict is_causal num_items_in_batch cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k training logits_to_keep "
+    "output_router_logits dropout".split()
+)
+
+
+@dataclass
+class _Recorder:
+    """What the registered functions see while the model runs under export."""
+
+    positions: torch.Tensor | None = None
+    layers: list[int] = field(default_factory=list)
+
+
+_active: list[_Recorder] = []
+
+
+class _NoCache:
+    """Stand-in for a KV cache: nothing is kept, and no packed-sequence mask is wrapped around
+    the mask function, which is then a pure function of positions."""
+
+    is_compileable = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return q_length, 0
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return k, v
+
+
+def _mask_interface(*_: Any, mask_function: Any, attention_mask: Any = None, **__: Any) -> Mask:
+    if attention_mask is not None:
+        raise UnsupportedError("the model builds its own padding mask", hint="packed inputs carry no padding")
+    return classify(mask_function)
+
+
+def _attention_interface(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Mask | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Called by HF in place of attention: q `[1, Hq, T, D]` -> `[1, T, Hq, D]`."""
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    if unknown:
+        raise UnsupportedError(f"attention of {type(module).__name__} takes arguments that are not known: {unknown}")
+    if not isinstance(attention_mask, Mask):
+        raise UnsupportedError(f"attention of {type(module).__name__} got no classified mask but {attention_mask!r}")
+    if sliding_window is not None and attention_mask.window not in (0, sliding_window):
+        raise UnsupportedError(
+            f"layer {module.layer_idx}: mask has window {attention_mask.window}, the layer says {sliding_window}"
+        )
+    recorder = _active[-1]
+    assert recorder.positions is not None
+    recorder.layers.append(int(module.layer_idx))
+    out = torch.ops.tapeout.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        recorder.positions,
+        s_aux,
+        int(module.layer_idx),
+        float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        attention_mask.window,
+        float(softcap or 0.0),
+    )
+    return out, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(INTERFACE, _attention_interface)
+ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE, _mask_interface)
+
+
+class _Wrapper(nn.Module):
+    """The signature that is exported: packed ids and positions, and the rows that are sampled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model_under_trace = model
+        parameters = inspect.signature(model.forward).parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+        _active[-1].positions = positions
+        cache = {self.cache_argument: _NoCache()}
+        output = self.model_under_trace(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=row_ids, **cache
+        )
+        return output.logits
+
+
+def trace(model: nn.Module, tensor: Callable[[str], TensorInfo]) -> Graph:
+    """Trace a causal LM on the meta device whose attention implementation is INTERFACE.
+
+    Args:
+        tensor: the checkpoint tensor that fills a parameter of the model.
+
+    Raises:
+        UnsupportedError: the code cannot be exported, or its attention is not understood.
+    """
+    with _recording() as recorder:
+        program = _export(_Wrapper(model))
+    layers = model.config.get_text_config().num_hidden_layers
+    if sorted(recorder.layers) != list(range(layers)):
+        raise UnsupportedError(
+            f"{type(model).__name__} has {layers} layers but its attention was seen in layers {sorted(recorder.layers)}",
+            hint="models with layers that are not attention, or with attention outside the library's "
+            "AttentionInterface, are not supported",
+        )
+    return _to_graph(program, model, layers, tensor)
+
+
+@contextmanager
+def _recording() -> Iterator[_Recorder]:
+    _active.append(_Recorder())
+    try:
+        yield _active[-1]
+    finally:
+        _active.pop()
+
+
+def _export(wrapper: _Wrapper) -> ExportedProgram:
+    # Distinct tensors: export takes one tensor given twice for one input.
+    token_ids = torch.zeros(1, 7, dtype=torch.int64, device="meta")
+    positions = torch.zeros(1, 7, dtype=torch.int64, device="meta")
+    row_ids = torch.zeros(3, dtype=torch.int64, device="meta")
+    dynamic = {"token_ids": {1: Dim.DYNAMIC}, "positions": {1: Dim.DYNAMIC}, "row_ids": {0: Dim.DYNAMIC}}
+    oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # T and R may be 1
+    logging.getLogger("torch.export").setLevel(logging.ERROR)
+    try:
+        with oblivious, torch.no_grad():
+            return torch.export.export(wrapper, (token_ids, positions, row_ids), dynamic_shapes=dynamic, strict=False)
+    except TapeoutError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, TapeoutError):
+            raise error.__cause__ from None
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedError(
+            f"{type(wrapper.model_under_trace).__name__} cannot be traced: {type(error).__name__}: {first_line}",
+            hint="run with TAPEOUT_TRACEBACK=1 to see where",
+        ) from error
+
+
+def _to_graph(program: ExportedProgram, model: nn.Module, layers: int, tensor: Callable[[str], TensorInfo]) -> Graph:
+    module = program.graph_module
+    signature = program.graph_signature
+    weights: dict[str, WeightRef] = {}
+    constants: dict[str, np.ndarray] = {}
+    parameters = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    persistent = model.state_dict(keep_vars=True)
+    fake_mode = None
+    inputs, weight_nodes = [], []
+    for node in module.graph.find_nodes(op="placeholder"):
+        fake_mode = fake_mode or node.meta["val"].fake_mode
+        if node.target not in parameters and node.name not in signature.inputs_to_lifted_tensor_constants:
+            inputs.append(node)
+            continue
+        weight_nodes.append(node)
+        value = node.meta["val"]
+        type_, shape_ = str(value.dtype).removeprefix("torch."), tuple(int(s) for s in value.shape)
+        if node.target in parameters:
+            name = parameters[node.target].removeprefix(_PREFIX)
+            in_checkpoint = name in persistent
+            array = None if in_checkpoint else buffers[name]
+        else:
+            name = f"constants.{signature.inputs_to_lifted_tensor_constants[node.name]}"
+            in_checkpoint, array = False, program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+        node.meta["weight"] = name
+        node._rename(weight_placeholder(name))
+        node.target = node.name
+        if in_checkpoint:
+            weights[name] = WeightRef.of(tensor(name)).cast(type_)
+        else:
+            weights[name] = WeightRef.const(name, type_, shape_)
+            if array is not None and array.device.type != "meta":
+                constants[name] = to_numpy(array)
+    _inputs_first(module.graph, inputs, weight_nodes)
+    assert fake_mode is not None
+    return Graph(fx.GraphModule(module, module.graph), weights, constants, layers, fake_mode)
+
+
+def _inputs_first(graph: fx.Graph, inputs: list[fx.Node], weights: list[fx.Node]) -> None:
+    """Order placeholders: step inputs, then weights."""
+    for node in reversed(inputs):
+        first = next(iter(graph.nodes))
+        if first is not node:
+            first.prepend(node)

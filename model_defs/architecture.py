@@ -1,0 +1,83 @@
+"""Which models can be built at all, decided from the config before anything heavy happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tapeout.plugins.errors import UnsupportedError, UsageError
+
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def check_supported(config: Any, where: str | Path, *, trust_remote_code: bool) -> None:
+    """Raise unless `config` is a decoder-only text model with attention in every layer.
+
+    Errors: UnsupportedError naming model_type, architectures and everything that is missing;
+    UsageError when the model needs its own code and that was not allowed.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+            require_remote_code(where, config.model_type, trust_remote_code)
+        else:
+            raise _unsupported(config, where, ["transformers has no causal language model for this model_type"])
+    reasons = list(_reasons(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    if reasons:
+        raise _unsupported(config, where, reasons)
+
+
+def require_remote_code(where: str | Path, model_type: str, trust_remote_code: bool) -> None:
+    """UsageError when a model that comes with its own Python code may not run it."""
+    if not trust_remote_code:
+        raise UsageError(
+            f"{where}: model_type {model_type!r} is not part of transformers and brings its own Python code",
+            hint="read that code, then allow it with --trust-remote-code",
+        )
+
+
+def base_model_prefix(config: Any) -> str:
+    """HF's attribute name of the model below the head (`model`, `transformer`), "" when unknown."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ""
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix)
+
+
+def _reasons(config: Any, model_class: Any) -> list[str]:
+    """Everything that stands against building this model; `model_class` is None for remote code."""
+    reasons: list[str] = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is an encoder-decoder; only decoder-only models are supported")
+    if config.get_text_config(decoder=True) is not config:
+        parts = [name for name in getattr(config, "sub_configs", {}) if name != "text_config"]
+        reasons.append(f"it is multimodal ({', '.join(parts) or 'nested configs'}); only text models are supported")
+    layer_types = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
+    if layer_types:
+        reasons.append(f"layers of type {', '.join(sorted(layer_types))}; only attention layers are supported")
+    elif getattr(model_class, "_is_stateful", False):
+        reasons.append("it keeps a recurrent state; only models whose state is a KV cache are supported")
+    if getattr(config, "is_decoder", True) is False:
+        reasons.append("it is an encoder (is_decoder is false); only causal models are supported")
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        reasons.append(f"its weights are quantized ({getattr(method, 'value', method)}); only plain weights are supported")
+    architectures = getattr(config, "architectures", None) or []
+    if model_class is not None and architectures:
+        causal = model_class.__name__
+        base = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
+        if causal not in architectures and base not in architectures:
+            reasons.append(f"its architecture is {', '.join(architectures)}, expected {causal}")
+    return reasons
+
+
+def _unsupported(config: Any, where: str | Path, reasons: list[str]) -> UnsupportedError:
+    architectures = ", ".join(getattr(config, "architectures", None) or []) or "none named"
+    return UnsupportedError(
+        f"{where}: model_type {config.model_type!r} (architectures: {architectures}) is not supported:\n"
+        + "\n".join(f"  {reason}" for reason in reasons),
+        hint="supported are decoder-only text models of transformers with attention in every layer, "
+        "for example llama, mistral, qwen2, qwen3, gemma2, gemma3_text, phi3, smollm3",
+    )

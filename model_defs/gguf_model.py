@@ -1,0 +1,127 @@
+"""A `.gguf` file as a ModelSource: config, weights, tokenizer and chat template from inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tapeout.model_defs.gguf_families import CONFIG_TENSORS, GgufFamily, config_values, family_of
+from tapeout.model_defs.gguf_file import GgufFile, read_gguf
+from tapeout.model_defs.gguf_tokenizer import load_gguf_tokenizer
+from tapeout.model_defs.hf_checkpoint import digest_tensors
+from tapeout.model_defs.source import ModelSource, TensorInfo
+from tapeout.model_defs.tokenizer import NO_TOKENIZER, tokenizer_parts
+from tapeout.plugins.errors import UnsupportedError, UsageError
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """Implements `Checkpoint`: HF names, float32 values, dequantized one tensor at a time."""
+
+    file: GgufFile
+    gguf_names: Mapping[str, str]  # by HF name
+    family: GgufFamily
+    config: Any
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {
+            hf_name: TensorInfo(hf_name, "float32", self.file.tensors[gguf_name].shape)
+            for hf_name, gguf_name in self.gguf_names.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        gguf_name = self.gguf_names[name]
+        try:
+            weights = self.file.dequantize(gguf_name)
+        except NotImplementedError as error:
+            raise UnsupportedError(
+                f"{self.file.path}: tensor {gguf_name!r} has type {self.file.tensors[gguf_name].type.name}, "
+                "which the gguf package cannot dequantize"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.file.path}: tensor {gguf_name!r} cannot be read: {error}") from error
+        return self.family.transform(weights, gguf_name, self.config)
+
+    def digest(self) -> str:
+        tensors = ((hf_name, self.file.tensors[gguf_name]) for hf_name, gguf_name in self.gguf_names.items())
+        return digest_tensors((n, t.type.name, t.shape, self.file.path, t.start, t.nbytes) for n, t in tensors)
+
+
+def open_gguf(path: Path) -> ModelSource:
+    """Open a GGUF file. Seconds, and nothing of its weights is read.
+
+    Errors: UsageError (not a GGUF, truncated, damaged, missing metadata or tensors, all at once);
+    UnsupportedError (architecture, tensor type, rope scaling or pre-tokenizer).
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = read_gguf(path)
+    family = family_of(file)
+    config = CONFIG_MAPPING[family.model_type](**config_values(file, family))
+    config.architectures = [_causal_lm_name(config)]
+    checkpoint = GgufCheckpoint(file, _name_map(file, family, config), family, config)
+    tokenizer = load_gguf_tokenizer(file)
+    parts = tokenizer_parts(tokenizer) if tokenizer is not None else NO_TOKENIZER
+    if parts.vocab_size > config.vocab_size:
+        raise UsageError(
+            f"{path}: the tokenizer has {parts.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
+        )
+    eos = parts.eos_token_id
+    return ModelSource(
+        origin=f"gguf:{file.quantization}",
+        config=config,
+        checkpoint=checkpoint,
+        tokenizer_json=parts.json_text,
+        tokenizer_vocab_size=parts.vocab_size,
+        chat_template=parts.chat_template,
+        special_tokens=parts.special_tokens,
+        generation={},
+        eos_token_ids=() if eos is None else (eos,),
+        bos_token_id=parts.bos_token_id,
+        pad_token_id=parts.pad_token_id,
+        trust_remote_code=False,
+        hf_path=str(path),
+    )
+
+
+def _causal_lm_name(config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+
+
+def _name_map(file: GgufFile, family: GgufFamily, config: Any) -> dict[str, str]:
+    """GGUF name by HF name for every parameter of the model; both sides must be used up.
+
+    HF's names come from the model itself on the meta device, so no name is guessed.
+    """
+    import torch
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    from transformers import AutoModelForCausalLM
+
+    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == family.gguf_name)
+    table = get_tensor_name_map(arch, config.num_hidden_layers)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).state_dict()
+    names: dict[str, str] = {}
+    missing: list[str] = []
+    for hf_name in parameters:
+        stem, suffix = hf_name.rsplit(".", 1)
+        gguf_name = f"{table.get_name(stem)}.{suffix}"
+        if gguf_name in file.tensors:
+            names[hf_name] = gguf_name
+        elif not (hf_name == "lm_head.weight" and config.tie_word_embeddings):
+            missing.append(f"  missing: {gguf_name} ({hf_name})")
+    unused = sorted(file.tensors.keys() - set(names.values()) - CONFIG_TENSORS.keys())
+    if missing or unused:
+        lines = missing + [f"  not known to {config.model_type}: {name}" for name in unused]
+        raise UsageError(
+            f"{file.path}: its tensors do not match architecture {file.architecture!r}:\n" + "\n".join(lines),
+            hint="the file is incomplete or from a converter this architecture's table does not cover",
+        )
+    return names

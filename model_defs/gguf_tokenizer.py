@@ -1,0 +1,87 @@
+"""The tokenizer a GGUF file describes, built with transformers' own converters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+from tapeout.model_defs.gguf_file import GgufFile
+from tapeout.plugins.errors import UnsupportedError, UsageError
+
+# `tokenizer.ggml.pre` values transformers' split table lacks, by llama.cpp's rules for them.
+# Digits one by one, then GPT-2's pattern on the pieces: what SmolLM's tokenizer.json states. With
+# GPT-2's pattern alone "a   1" would give two spaces and " 1" instead of three spaces and "1".
+DIGITS_THEN_GPT2 = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+GPT2_PATTERN = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
+
+_SPECIAL_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def load_gguf_tokenizer(file: GgufFile) -> Any | None:
+    """A transformers tokenizer for the file, or None when the file has no vocabulary.
+
+    Errors: UnsupportedError for a tokenizer model or pre-tokenizer nothing is known about;
+    UsageError when the vocabulary is inconsistent.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+    meta = file.metadata
+    kind = meta.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        return None
+    fields, options = (
+        {name: meta[f"tokenizer.{key}"] for key, name in GGUF_TOKENIZER_MAPPING[group].items()
+         if f"tokenizer.{key}" in meta}
+        for group in ("tokenizer", "tokenizer_config")
+    )  # fmt: skip
+    if not isinstance(fields.get("tokens"), list):
+        raise UsageError(f"{file.path} has tokenizer {kind!r} but no tokenizer.ggml.tokens")
+    if kind == "llama":
+        options.setdefault("add_bos_token", True)  # llama.cpp's default for sentencepiece vocabularies
+    tokens = fields["tokens"]
+    for name, key in _SPECIAL_IDS.items():
+        token_id = meta.get(f"tokenizer.ggml.{key}")
+        if token_id is not None and token_id >= len(tokens):
+            raise UsageError(f"{file.path}: tokenizer.ggml.{key} is {token_id}, the vocabulary has {len(tokens)}")
+        options[name] = None if token_id is None else tokens[token_id]
+    split = _known_split(file, kind)
+    try:
+        backend, _ = convert_gguf_tokenizer(file.architecture, fields)
+    except (ValueError, KeyError) as error:
+        raise UnsupportedError(f"{file.path}: tokenizer {kind!r} cannot be built: {error}") from error
+    if split is not None:
+        backend.pre_tokenizer = split
+    return _with_options(PreTrainedTokenizerFast, backend, options)
+
+
+def _known_split(file: GgufFile, kind: str) -> Any | None:
+    """The pre-tokenizer to put in, None when transformers' converter sets the right one."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    pre = file.metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or pre in GGUF_PRE_TOKENIZER_SPLITS or pre in GPT2_PATTERN:
+        return None
+    if pre in DIGITS_THEN_GPT2:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    known = sorted(DIGITS_THEN_GPT2 | GPT2_PATTERN | GGUF_PRE_TOKENIZER_SPLITS.keys())
+    raise UnsupportedError(
+        f"{file.path}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) has no known split rules; known: {', '.join(known)}",
+        hint="use the model's Hugging Face checkpoint, or add its rules to model_defs/gguf_tokenizer.py",
+    )
+
+
+def _with_options(tokenizer_class: Any, backend: Tokenizer, options: dict[str, Any]) -> Any:
+    """What AutoTokenizer does after conversion: special tokens, BOS/EOS, chat template."""
+    return tokenizer_class(tokenizer_object=backend, **options)

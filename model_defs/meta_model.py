@@ -1,0 +1,98 @@
+"""The HF module tree on the meta device: shapes and code of a model, no weights."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tapeout.plugins.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from tapeout.model_defs.source import ModelSource
+
+
+def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implementation: str) -> nn.Module:
+    """The source's causal LM with every parameter on the meta device, in eval mode.
+
+    Non-persistent buffers (inverse frequencies, embedding scales) are real and on the CPU: no
+    checkpoint holds them, so they are recomputed by HF's own `_init_weights`. The config object is
+    copied, because HF writes the attention implementation into it.
+
+    Args:
+        dtype: of the parameters, `float32`, `bfloat16`, `float16` or a torch dtype.
+        attn_implementation: a name registered with HF's AttentionInterface, or `eager` / `sdpa`.
+
+    Errors: UnsupportedError when HF's code cannot build the model from its config or leaves a
+    buffer without a value.
+    """
+    import copy
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(source.config)
+    kwargs: dict[str, Any] = {"dtype": _torch_dtype(dtype), "attn_implementation": attn_implementation}
+    if source.trust_remote_code:
+        kwargs["trust_remote_code"] = True
+        if not hasattr(type(config), "model_type") or not os.path.isdir(getattr(config, "name_or_path", "")):
+            config.name_or_path = source.hf_path  # where HF looks for the model's code
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **kwargs)
+    except (ValueError, NotImplementedError, ImportError, AttributeError, KeyError, TypeError) as error:
+        raise UnsupportedError(
+            f"transformers cannot build model_type {config.model_type!r} from its config: {error}",
+            hint="check config.json against the model's original one",
+        ) from error
+    _fill_non_persistent_buffers(model)
+    return model.eval()
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    import torch
+
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in known:
+        raise UsageError(f"dtype {dtype!r} is not one of {', '.join(known)}")
+    return known[dtype]
+
+
+def _fill_non_persistent_buffers(model: nn.Module) -> None:
+    """Give every non-persistent meta buffer its value on the CPU, or raise UnsupportedError.
+
+    Buffers start as NaN (-1 in integers) so that one HF's code does not fill is seen.
+    """
+    import torch
+
+    filled: list[tuple[str, torch.Tensor]] = []
+    for module_name, module in model.named_modules():
+        names = [n for n in module._non_persistent_buffers_set if module._buffers.get(n) is not None]
+        if not names:
+            continue
+        for name in names:
+            old = module._buffers[name]
+            assert old is not None
+            value = float("nan") if old.is_floating_point() else (False if old.dtype == torch.bool else -1)
+            module._buffers[name] = torch.full(old.shape, value, dtype=old.dtype, device="cpu")
+        with torch.no_grad():
+            model._init_weights(module)  # type: ignore[operator]
+        for name in names:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            filled.append((f"{module_name}.{name}", buffer))
+    if unset := [name for name, buffer in filled if _is_unset(buffer)]:
+        raise UnsupportedError(
+            f"{type(model).__name__} has buffers that are in no checkpoint and that transformers does not "
+            f"recompute on the meta device: {', '.join(unset)}"
+        )
+
+
+def _is_unset(buffer: torch.Tensor) -> bool:
+    if buffer.is_floating_point():
+        return bool(buffer.isnan().any())
+    return buffer.numel() > 0 and bool((buffer == -1).all())

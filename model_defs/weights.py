@@ -1,0 +1,388 @@
+"""Weight references and recipes: how an engine tensor is made from checkpoint tensors.
+
+The graph never holds bytes. A `WeightRef` names its sources and the steps that turn them
+into the engine's tensor; passes edit recipes with the builders below, the writer runs one
+at a time with numpy (no torch):
+
+    q = WeightRef.of(info_q)                                  # float32 [960, 576]
+    qkv = WeightRef.concat([q, k, v]).cast("bfloat16")        # each cast alone, straight into its rows
+    values, scales = qkv.quantize_rows("values"), qkv.quantize_rows("scales")
+
+Recipes nest: a source is a checkpoint tensor's name or another `WeightRef`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tapeout.model_defs.source import TensorInfo
+from tapeout.plugins.errors import TapeoutError, UnsupportedError
+
+#: Reads a checkpoint tensor (or `const:<name>`) into host memory.
+Read = Callable[[str], np.ndarray]
+
+CONST_PREFIX = "const:"
+CAST_DTYPES = ("float32", "bfloat16", "float16")
+#: Changes whenever the bytes a recipe produces change, so that shared weight files are told apart.
+RECIPE_VERSION = 1
+_BLOCK_BYTES = 8 << 20  # row-wise steps hold about this much beside source and result
+
+
+def np_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of a dtype name; `bfloat16` and the float8 types come from ml_dtypes."""
+    extra = getattr(ml_dtypes, name, None)
+    try:
+        return np.dtype(extra) if extra is not None else np.dtype(name)
+    except TypeError:
+        raise UnsupportedError(f"dtype {name!r} is not supported for a weight") from None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recipe.
+
+    `concat` (all sources along dim `dim`), `transpose` (2-D), `slice` (dim, start, stop),
+    `cast` (dtype), `quantize_rows` (symmetric int8 per output row; `part` is `values` or `scales`).
+    """
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+    def arg(self, key: str) -> Any:
+        return dict(self.args)[key]
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """A tensor of the engine: sources, steps, and the resulting dtype and shape.
+
+    `sources` are checkpoint tensor names, `const:<name>` for constants the model's own
+    code computed while tracing (inverse frequencies and the like), or refs of their own.
+    With more than one source the first step is `concat`.
+    """
+
+    sources: tuple[str | WeightRef, ...]
+    steps: tuple[Step, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    meta: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+
+    @classmethod
+    def of(cls, info: TensorInfo) -> WeightRef:
+        """A checkpoint tensor as it is."""
+        return cls((info.name,), (), info.dtype, info.shape)
+
+    @classmethod
+    def const(cls, name: str, dtype: str, shape: Sequence[int]) -> WeightRef:
+        """A constant the tracing found; `read` is asked for `const:<name>`."""
+        return cls((CONST_PREFIX + name,), (), dtype, tuple(shape))
+
+    @classmethod
+    def concat(cls, refs: Sequence[WeightRef], dim: int = 0) -> WeightRef:
+        """Refs of one dtype joined along `dim`; each is produced straight into its slice."""
+        if not refs:
+            raise ValueError("concat needs at least one tensor")
+        first = refs[0]
+        if len(refs) == 1:
+            return first
+        dim = _dim(first, dim)
+        rest = [r for r in refs if _without(r.shape, dim) != _without(first.shape, dim) or r.dtype != first.dtype]
+        if rest:
+            lines = "\n".join(f"  {r.text()}: {r.dtype}{list(r.shape)}" for r in (first, *rest))
+            raise UnsupportedError(f"tensors to concatenate along dim {dim} differ in dtype or shape:\n{lines}")
+        shape = list(first.shape)
+        shape[dim] = sum(r.shape[dim] for r in refs)
+        return cls(tuple(refs), (Step("concat", (("dim", dim),)),), first.dtype, tuple(shape))
+
+    def cast(self, dtype: str) -> WeightRef:
+        """Round to nearest even. A cast of a concat becomes a concat of casts (less memory)."""
+        if dtype not in CAST_DTYPES or self.dtype not in (*CAST_DTYPES, "float64"):
+            raise UnsupportedError(f"{self.text()}: cannot cast {self.dtype} to {dtype}; known: {', '.join(CAST_DTYPES)}")
+        if dtype == self.dtype:
+            return self
+        if self._is_plain_concat():
+            return self.concat([r.cast(dtype) for r in self._refs()], self.steps[0].arg("dim"))
+        return self._then(Step("cast", (("dtype", dtype),)), dtype, self.shape)
+
+    def transpose(self) -> WeightRef:
+        if len(self.shape) != 2:
+            raise UnsupportedError(f"{self.text()}: transpose needs 2 dimensions, got {list(self.shape)}")
+        return self._then(Step("transpose"), self.dtype, self.shape[::-1])
+
+    def slice(self, dim: int, start: int, stop: int) -> WeightRef:
+        """Elements `[start, stop)` of `dim` (a rank's part, or one tensor out of a fused one)."""
+        dim = _dim(self, dim)
+        if not 0 <= start < stop <= self.shape[dim]:
+            raise UnsupportedError(
+                f"{self.text()}: slice [{start}, {stop}) does not fit dim {dim} of {list(self.shape)}"
+            )
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        return self._then(Step("slice", (("dim", dim), ("start", start), ("stop", stop))), self.dtype, shape)
+
+    def quantize_rows(self, part: str) -> WeightRef:
+        """Symmetric int8 over the last dim. `part` `values`: int8 of this shape; `scales`: float32
+        of `shape[:-1]`, scale = absmax / 127 (1.0 for rows of zeros); values round half to even."""
+        if part not in ("values", "scales"):
+            raise ValueError(f"part is {part!r}, expected 'values' or 'scales'")
+        if len(self.shape) < 2 or self.dtype not in CAST_DTYPES:
+            raise UnsupportedError(
+                f"{self.text()}: quantize_rows needs a float tensor of 2 or more dimensions, "
+                f"got {self.dtype}{list(self.shape)}"
+            )
+        if self._is_plain_concat() and self.steps[0].arg("dim") == 0:
+            return self.concat([r.quantize_rows(part) for r in self._refs()], 0)
+        step = Step("quantize_rows", (("part", part),))
+        return self._then(step, "int8", self.shape) if part == "values" else self._then(step, "float32", self.shape[:-1])
+
+    def source_names(self) -> Iterator[str]:
+        """Every checkpoint tensor and `const:` the recipe reads, in order."""
+        for source in self.sources:
+            if isinstance(source, str):
+                yield source
+            else:
+                yield from source.source_names()
+
+    def text(self) -> str:
+        """Stable one-line form: `cast(concat(a, b; dim=0); dtype=bfloat16)`."""
+        text = ", ".join(s if isinstance(s, str) else s.text() for s in self.sources)
+        for step in self.steps:
+            args = ", ".join(f"{k}={v}" for k, v in step.args)
+            text = f"{step.name}({text}; {args})" if args else f"{step.name}({text})"
+        return text
+
+    def _then(self, step: Step, dtype: str, shape: tuple[int, ...]) -> WeightRef:
+        return replace(self, steps=(*self.steps, step), dtype=dtype, shape=shape)
+
+    def _is_plain_concat(self) -> bool:
+        """A concat of refs and nothing more (names alone do not tell dtype and shape)."""
+        return [s.name for s in self.steps] == ["concat"] and len(self._refs()) == len(self.sources)
+
+    def _refs(self) -> list[WeightRef]:
+        return [s for s in self.sources if isinstance(s, WeightRef)]
+
+
+def _dim(ref: WeightRef, dim: int) -> int:
+    if not -len(ref.shape) <= dim < len(ref.shape):
+        raise UnsupportedError(f"{ref.text()}: dim {dim} does not exist in shape {list(ref.shape)}")
+    return dim % len(ref.shape)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def bind_checkpoint(weights: Mapping[str, WeightRef], tensors: Mapping[str, TensorInfo]) -> dict[str, WeightRef]:
+    """Recipes over what the checkpoint really holds: casts are added where its dtype is not the graph's.
+
+    The tracing knows weights by name, shape and the dtype of the build only. Raises TapeoutError
+    that lists every source the checkpoint lacks or holds in another shape; `const:` sources pass.
+    """
+    bad: list[str] = []
+
+    def source(s: str | WeightRef, plain: WeightRef | None) -> str | WeightRef:
+        if isinstance(s, WeightRef):
+            return bind(s)
+        if s.startswith(CONST_PREFIX):
+            return s
+        if s not in tensors:
+            bad.append(f"{s}: not in the checkpoint")
+        elif plain is not None and tensors[s].shape != plain.shape:
+            bad.append(f"{s}: shape {list(tensors[s].shape)}, expected {list(plain.shape)}")
+        return s
+
+    def bind(ref: WeightRef) -> WeightRef:
+        sources = tuple(source(s, None if ref.steps else ref) for s in ref.sources)
+        if ref.steps and ref.steps[0].name == "concat":  # names become refs, so that parts have sizes
+            sources = tuple(WeightRef.of(tensors[s]) if isinstance(s, str) and s in tensors else s for s in sources)
+        keeps_dtype = not any(s.name in _ROWWISE for s in ref.steps)
+        cast = (Step("cast", (("dtype", ref.dtype),)),)
+        if len(sources) == 1 and isinstance(sources[0], str):
+            info = tensors.get(sources[0])
+            steps = ref.steps + (cast if info and keeps_dtype and info.dtype != ref.dtype else ())
+            return replace(ref, steps=steps)
+        if keeps_dtype:
+            sources = tuple(s.cast(ref.dtype) if isinstance(s, WeightRef) else s for s in sources)
+        return replace(ref, sources=sources)
+
+    bound = {name: bind(ref) for name, ref in weights.items()}
+    if bad:
+        raise TapeoutError(
+            "the checkpoint does not fit the model:\n" + "\n".join(f"  {line}" for line in bad),
+            hint="compare config.json with the weights; they must come from one model",
+        )
+    return bound
+
+
+def recipe_digest(weights: Mapping[str, WeightRef], source_digest: str, read: Read) -> str:
+    """SHA-256 (hex) of everything that decides the weights' bytes, known before any is made.
+
+    Covers names, order, recipes, dtypes, shapes, the checkpoint's own digest and the bytes of
+    constants, which no checkpoint holds (only `const:` sources are read).
+    """
+    rows = [[name, ref.dtype, list(ref.shape), _shape_of_recipe(ref)] for name, ref in weights.items()]
+    digest = hashlib.sha256(json.dumps([RECIPE_VERSION, source_digest, rows]).encode())
+    names = {s for ref in weights.values() for s in ref.source_names() if s.startswith(CONST_PREFIX)}
+    for name in sorted(names):
+        value = np.ascontiguousarray(read(name))
+        digest.update(f"\0{name}\0{value.dtype.name}\0{value.shape}\0".encode())
+        digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _shape_of_recipe(ref: WeightRef) -> list[Any]:
+    """The recipe as nested lists: unambiguous whatever characters names hold."""
+    sources = [s if isinstance(s, str) else [s.dtype, list(s.shape), _shape_of_recipe(s)] for s in ref.sources]
+    return [sources, [[s.name, [list(a) for a in s.args]] for s in ref.steps]]
+
+
+def run_recipe(ref: WeightRef, read: Read) -> np.ndarray:
+    """Execute a recipe: a C-contiguous array of `ref.dtype` and `ref.shape`.
+
+    Host memory: the result plus the largest single source (plus one block of rows).
+    Raises TapeoutError when a source is not what the recipe expects, or when a value does
+    not fit float16; the message names the tensor.
+    """
+    out = _execute(ref, read, None)
+    if out.shape != ref.shape or out.dtype != np_dtype(ref.dtype):
+        raise _mismatch(ref.text(), out, ref.dtype, ref.shape)
+    return out if out.flags.c_contiguous else np.ascontiguousarray(out)
+
+
+def _mismatch(what: str, got: np.ndarray, dtype: str, shape: tuple[int, ...]) -> TapeoutError:
+    return TapeoutError(
+        f"weight {what} is {got.dtype.name}{list(got.shape)}, expected {dtype}{list(shape)}",
+        hint="the checkpoint does not match its config, or it changed during the build",
+    )
+
+
+def _execute(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
+    """Run `ref`; when `out` is given the result is written into it and `out` is returned."""
+    steps = ref.steps
+    if steps and steps[0].name == "concat":
+        x = _concat(ref, read, out if len(steps) == 1 else None)
+        steps = steps[1:]
+    elif len(ref.sources) != 1:
+        raise ValueError(f"{ref.text()}: several sources need a leading concat step")
+    else:
+        x = _source(ref.sources[0], read)
+        if not steps and (x.shape != ref.shape or x.dtype != np_dtype(ref.dtype)):
+            raise _mismatch(ref.text(), x, ref.dtype, ref.shape)
+    while steps:
+        if steps[0].name in ("transpose", "slice"):
+            x, steps = _view(x, steps[0]), steps[1:]
+            continue
+        count = next((i for i, s in enumerate(steps) if s.name not in _ROWWISE), len(steps))
+        if count == 0:
+            raise ValueError(f"{ref.text()}: unknown or misplaced step {steps[0].name!r}")
+        x = _rowwise(x, steps[:count], ref, out if count == len(steps) else None)
+        steps = steps[count:]
+    if out is None or x is out:
+        return x
+    if x.shape != out.shape or x.dtype != out.dtype:
+        raise _mismatch(ref.text(), x, out.dtype.name, out.shape)
+    np.copyto(out, x)
+    return out
+
+
+def _source(source: str | WeightRef, read: Read) -> np.ndarray:
+    return read(source) if isinstance(source, str) else _execute(source, read, None)
+
+
+def _concat(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
+    dim = int(ref.steps[0].arg("dim"))
+    if out is None and len(ref.steps) == 1:
+        out = np.empty(ref.shape, np_dtype(ref.dtype))
+    if out is None or any(isinstance(s, str) for s in ref.sources):
+        # Sizes of the parts are not written down, or other steps follow.
+        parts = [_source(s, read) for s in ref.sources]
+        joined = np.concatenate(parts, axis=dim)
+        if out is None:
+            return joined
+        if joined.shape != out.shape or joined.dtype != out.dtype:
+            raise _mismatch(ref.text(), joined, out.dtype.name, out.shape)
+        np.copyto(out, joined)
+        return out
+    at = 0
+    for source in ref._refs():
+        stop = at + source.shape[dim]
+        _execute(source, read, out[(slice(None),) * dim + (slice(at, stop),)])
+        at = stop
+    return out
+
+
+def _view(x: np.ndarray, step: Step) -> np.ndarray:
+    if step.name == "transpose":
+        return x.T
+    args = dict(step.args)
+    return x[(slice(None),) * args["dim"] + (slice(args["start"], args["stop"]),)]
+
+
+def _rowwise(x: np.ndarray, steps: Sequence[Step], ref: WeightRef, out: np.ndarray | None) -> np.ndarray:
+    """Casts and quantization in blocks of rows, so that no full-size intermediate exists."""
+    flat = x.reshape(-1) if x.ndim == 1 else x
+    rows = max(1, _BLOCK_BYTES // max(1, 4 * int(np.prod(x.shape[1:])) if x.ndim > 1 else 4))
+    if x.ndim == 0 or len(x) == 0:
+        return _block(x, steps, ref)
+    for start in range(0, len(flat), rows):
+        block = _block(flat[start : start + rows], steps, ref)
+        if out is None:
+            out = np.empty((len(x), *block.shape[1:]), block.dtype)
+        if out.shape[1:] != block.shape[1:] or len(out) != len(x) or out.dtype != block.dtype:
+            raise _mismatch(ref.text(), block, out.dtype.name, out.shape)
+        out[start : start + len(block)] = block
+    assert out is not None
+    return out
+
+
+def _block(block: np.ndarray, steps: Sequence[Step], ref: WeightRef) -> np.ndarray:
+    for step in steps:
+        block = _ROWWISE[step.name](block, step, ref)
+    return block
+
+
+def _cast(block: np.ndarray, step: Step, ref: WeightRef) -> np.ndarray:
+    dtype = str(step.arg("dtype"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = block.astype(np_dtype(dtype))
+    if dtype == "float16" and not np.isfinite(result).all():
+        bad = block[~np.isfinite(result)].astype(np.float32)
+        raise TapeoutError(
+            f"weight {ref.text()}: {bad.size} values do not fit float16 (first {bad.flat[0]!s}, "
+            f"the largest float16 is 65504)",
+            hint="build with --dtype bfloat16 or float32",
+        )
+    return result
+
+
+def _quantize_rows(block: np.ndarray, step: Step, ref: WeightRef) -> np.ndarray:
+    x = block.astype(np.float32)
+    absmax = np.max(np.abs(x), axis=-1, initial=0.0)
+    if not np.isfinite(absmax).all():
+        raise TapeoutError(
+            f"weight {ref.text()}: rows with NaN or infinity cannot be quantized",
+            hint="build with --quantize none, or repair the checkpoint",
+        )
+    # Subnormal maxima would make the scale zero; such rows count as zeros.
+    scale = (absmax / np.float32(127)).astype(np.float32)
+    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
+    if step.arg("part") == "scales":
+        return scale
+    return np.clip(np.rint(x / scale[..., None]), -127, 127).astype(np.int8)
+
+
+_ROWWISE: Mapping[str, Callable[[np.ndarray, Step, WeightRef], np.ndarray]] = {
+    "cast": _cast,
+    "quantize_rows": _quantize_rows,
+}
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The bytes of a C-contiguous array (ml_dtypes arrays have no buffer protocol of their own)."""
+    return memoryview(array.reshape(-1).view(np.uint8))

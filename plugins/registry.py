@@ -1,0 +1,74 @@
+"""All ops by name. Importing this module imports schemas only, never torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from tapeout.plugins import (
+    activation,
+    add,
+    add_rms_norm,
+    attention,
+    copy,
+    embedding,
+    gated_activation,
+    linear,
+    linear_int8,
+    mul,
+    paged_attention,
+    rms_norm,
+    rope,
+    rope_table,
+    scale,
+    select_rows,
+)
+from tapeout.plugins.errors import UnsupportedError
+from tapeout.plugins.op import OpSchema
+
+if TYPE_CHECKING:
+    from tapeout.plugins.cpu import CpuTactic
+
+_FOLDERS = (
+    activation, add, add_rms_norm, attention, copy, embedding, gated_activation, linear, linear_int8,
+    mul, paged_attention, rms_norm, rope, rope_table, scale, select_rows,
+)  # fmt: skip
+
+OPS: Mapping[str, OpSchema] = MappingProxyType({folder.SCHEMA.name: folder.SCHEMA for folder in _FOLDERS})
+
+#: Ops that exist only in traced graphs: no target runs them.
+TRACE_ONLY_OPS = frozenset({"attention"})
+
+
+def op(name: str) -> OpSchema:
+    """The schema of op `name`; raises UnsupportedError for an unknown one."""
+    if name not in OPS:
+        near = get_close_matches(name, OPS, n=1)
+        raise UnsupportedError(
+            f"unknown op {name!r}; known ops: {', '.join(sorted(OPS))}",
+            hint=f"did you mean {near[0]!r}?" if near else "the engine may come from a newer tapeout",
+        )
+    return OPS[name]
+
+
+@cache
+def cpu_tactics(name: str) -> tuple[CpuTactic, ...]:
+    """The CPU tactics of op `name`, the baseline `aten` first. Imports torch.
+
+    Empty for ops that exist only in traced graphs.
+    """
+    schema = op(name)
+    if name in TRACE_ONLY_OPS:
+        return ()
+    tactics: tuple[CpuTactic, ...] = importlib.import_module(f"tapeout.plugins.{schema.name}.cpu").TACTICS
+    return tactics
+
+
+def register_torch_ops() -> None:
+    """Make every op callable as `torch.ops.tapeout.<name>`; may be called again. Imports torch."""
+    for name in OPS:
+        importlib.import_module(f"tapeout.plugins.{name}.reference")

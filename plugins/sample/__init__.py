@@ -1,0 +1,1 @@
+"""Sampling as one op: parameters, the specification, and its numpy implementation."""

@@ -1,0 +1,299 @@
+"""Opening engine files: memory-mapped, checked, nothing copied."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tapeout.plugins.errors import EngineCorruptError, EngineError, EngineIncompatibleError, UsageError
+from tapeout.runtime.engine.container import (
+    FORMAT,
+    KIND_ENGINE,
+    KIND_WEIGHTS,
+    MAGIC,
+    Entry,
+    Layout,
+    parse_entries,
+)
+from tapeout.runtime.engine.integrity import Verifier
+from tapeout.runtime.engine.manifest import FORMAT_VERSION, Manifest
+from tapeout.runtime.engine.program import Program
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A weight of the engine. `begin` is its offset in the file that holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightData:
+    """A weight's bytes: a read-only view of the mapped file, valid until the engine is closed."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class MappedFile:
+    """One checked safetensors file of ours: metadata, layout, bytes."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            self.file_bytes = os.fstat(self._fd).st_size
+            self.metadata, self.layout = _parse(self._fd, self.file_bytes, kind, str(path))
+            self.verifier = Verifier(self.layout, self._read_at, str(path))
+            self.verifier.check_header()
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            self._view = memoryview(self._map)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def bytes_of(self, entry: Entry) -> memoryview:
+        return self._view[entry.begin : entry.end]
+
+    def advise(self, advice: int, begin: int, end: int) -> None:
+        """`madvise` over the whole memory pages inside `[begin, end)` (partly covered ones stay)."""
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0:
+            self._map.madvise(advice, first, length)
+
+    def close(self) -> None:
+        """Tensors over the mapping keep it alive; it goes when the last of them does."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            self._map.close()
+
+    def _read_at(self, offset: int, size: int) -> bytes:
+        parts = []
+        while size > 0:
+            part = os.pread(self._fd, size, offset)
+            if not part:
+                break
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Engine:
+    """An open engine. Use `open_engine`; close it, or use it as a context manager."""
+
+    def __init__(self, file: MappedFile, weights_file: MappedFile | None, manifest: Manifest, program: Program) -> None:
+        self.path = file.path
+        self.manifest = manifest
+        self.program = program
+        self._file = file
+        self._weights = weights_file or file
+        self.weights: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, e.dtype, e.shape, e.begin, e.size_bytes)
+            for e in self._weights.layout.section("weights")
+            for name in (e.name.removeprefix("weights/"),)
+        }
+
+    @property
+    def digest(self) -> str:
+        """Identifies the engine's contents (SHA-256 over all its checksums, hex)."""
+        return self._file.verifier.seal.hex()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The engine file, then the shared weight file if there is one."""
+        return (self.path,) if self._weights is self._file else (self.path, self._weights.path)
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        return self._names("text")
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        return self._names("kernels")
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """A weight's dtype, shape and place. KeyError when there is none of that name."""
+        return self.weights[name]
+
+    def weight(self, name: str) -> WeightData:
+        """A weight's bytes, not copied. KeyError when there is none of that name."""
+        info = self.weights[name]
+        return WeightData(name, info.dtype, info.shape, self._weights.bytes_of(self._weights.layout.entries[f"weights/{name}"]))
+
+    def release_weight(self, name: str) -> None:
+        """Let the system take the weight's memory back; it is read again from the file when used."""
+        info = self.weights[name]
+        self._weights.advise(mmap.MADV_DONTNEED, info.begin, info.begin + info.size_bytes)
+
+    def text(self, name: str) -> bytes:
+        """A text such as `tokenizer.json`. KeyError when there is none of that name."""
+        return bytes(self._file.bytes_of(self._file.layout.entries[f"text/{name}"]))
+
+    def kernel(self, name: str) -> bytes:
+        """A compiled kernel library. KeyError when there is none of that name."""
+        return bytes(self._file.bytes_of(self._file.layout.entries[f"kernels/{name}"]))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by section, `shared_weights` (the sibling file, 0 when embedded) and `total`."""
+        shared = 0 if self._weights is self._file else self._weights.file_bytes
+        return {**self._file.layout.sizes(), "shared_weights": shared, "total": self._file.file_bytes + shared}
+
+    def verify_all(self) -> None:
+        """Read every byte again and compare all checksums, SHA-256 of the weights included."""
+        for file in {id(f): f for f in (self._file, self._weights)}.values():
+            file.verifier.check_header()
+            file.verifier.check_blobs()
+            file.verifier.check_weights(full=True)
+
+    def close(self) -> None:
+        self._file.close()
+        self._weights.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _names(self, section: str) -> tuple[str, ...]:
+        return tuple(e.name.removeprefix(section + "/") for e in self._file.layout.section(section))
+
+
+def open_engine(path: str | Path, *, verify: bool = True) -> Engine:
+    """Open an engine file.
+
+    Header, manifest and program are always checked; `verify` adds kernels, texts and weights
+    (reads the whole file once). Raises UsageError when there is no such file, EngineCorruptError
+    when it is no engine or damaged, EngineIncompatibleError when its format is another version's,
+    EngineError when its shared weight file is missing or another one.
+    """
+    path = Path(path)
+    _check_path(path)
+    with contextlib.ExitStack() as stack:
+        file = _open_file(path, KIND_ENGINE)
+        stack.callback(file.close)
+        manifest = Manifest.from_json(_json(file, "manifest"))
+        program = Program.from_json(_json(file, "program"))
+        if manifest.format_version != FORMAT_VERSION:
+            raise _other_version(str(path), str(manifest.format_version))
+        weights_file = None
+        if manifest.weights.get("storage") == "shared":
+            weights_file = _open_shared(path, manifest, file.verifier.shared_seal)
+            stack.callback(weights_file.close)
+        if verify:
+            file.verifier.check_blobs()
+            (weights_file or file).verifier.check_weights()
+        stack.pop_all()
+        return Engine(file, weights_file, manifest, program)
+
+
+def open_weights_file(path: Path) -> MappedFile:
+    """Open a shared weight file by itself (header checked, weights not yet)."""
+    _check_path(path)
+    return _open_file(path, KIND_WEIGHTS)
+
+
+def _check_path(path: Path) -> None:
+    hint = "pass the file that `tapeout build -o FILE` wrote"
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory, expected an engine file", hint=hint)
+    if not path.is_file():
+        raise UsageError(f"engine {path} does not exist" if not path.exists() else f"{path} is not a file", hint=hint)
+
+
+def _open_file(path: Path, kind: str) -> MappedFile:
+    try:
+        return MappedFile(path, kind)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
+    name, digest = manifest.weights.get("file"), manifest.weights.get("digest")
+    if not isinstance(name, str) or not name or Path(name).name != name:
+        raise EngineCorruptError(f"{path}: the manifest names no shared weight file: {name!r}")
+    shared = path.parent / name
+    if not shared.is_file():
+        raise EngineError(
+            f"{path} keeps its weights in {name}, which does not stand beside it",
+            hint="copy both files into one directory, or build with --weights embedded",
+        )
+    file = _open_file(shared, KIND_WEIGHTS)
+    if file.metadata.get("digest") != digest or file.verifier.seal != seal:
+        file.close()
+        raise EngineIncompatibleError(
+            f"{shared} does not hold the weights of {path}: it has digest {file.metadata.get('digest')} "
+            f"(seal {file.verifier.seal.hex()[:16]}), expected {digest} (seal {seal.hex()[:16]})",
+            hint="copy the weight file that was built together with this engine, or build again",
+        )
+    return file
+
+
+def _json(file: MappedFile, key: str) -> Any:
+    try:
+        return json.loads(file.metadata[key])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise EngineCorruptError(f"{file.path}: the {key} cannot be read: {error!r}") from None
+
+
+def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str, str], Layout]:
+    """Metadata and layout. Looks at nothing else than the header."""
+    start = os.pread(fd, 8 + len(MAGIC), 0)
+    length = int.from_bytes(start[:8], "little")
+    ours = start[8:] == MAGIC
+    if length > file_bytes - 8:
+        if ours:
+            raise EngineCorruptError(
+                f"{where} is truncated: {file_bytes} bytes, its header alone has {length}",
+                hint="copy or build the engine again",
+            )
+        raise _no_engine(where, "it is not a safetensors file")
+    header = os.pread(fd, 8 + length, 0)
+    try:
+        table = json.loads(header[8:].decode())
+        metadata = dict(table["__metadata__"])
+        foreign = metadata.get("format") != FORMAT
+    except (KeyError, TypeError, ValueError, RecursionError):
+        if ours:
+            raise EngineCorruptError(f"{where}: the header is damaged", hint="copy or build the engine again") from None
+        raise _no_engine(where, "its header holds no metadata of ours") from None
+    if foreign:
+        raise _no_engine(where, f"it is a safetensors file of format {metadata.get('format')!r}")
+    # Before anything else: what another version calls damage is only another layout.
+    version = metadata.get("format_version")
+    if not isinstance(version, str) or not version.isdecimal():
+        raise EngineCorruptError(f"{where}: the header is damaged: format version {version!r}")
+    if version != str(FORMAT_VERSION):
+        raise _other_version(where, version)
+    if metadata.get("kind") != kind:
+        raise _no_engine(where, f"it holds {metadata.get('kind')!r}, expected {kind!r}")
+    return metadata, parse_entries(header, table, file_bytes, where)
+
+
+def _no_engine(where: str, why: str) -> EngineCorruptError:
+    return EngineCorruptError(f"{where} is not a tapeout engine: {why}", hint="pass the file that `tapeout build -o FILE` wrote")
+
+
+def _other_version(where: str, found: str) -> EngineIncompatibleError:
+    return EngineIncompatibleError(
+        f"{where} has engine format {found}, this tapeout reads format {FORMAT_VERSION}",
+        hint=f"rebuild it with this version: tapeout build MODEL -o {Path(where).name}",
+    )

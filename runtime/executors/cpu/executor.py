@@ -1,0 +1,180 @@
+"""The executor of `cpu` engines: one worker thread that replays steps in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from tapeout.plugins.errors import TapeoutError, UsageError
+from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.sampler import Sampler
+from tapeout.runtime.engine.reader import Engine
+from tapeout.runtime.executors.cpu.replay import Replay
+from tapeout.runtime.executors.cpu.step_state import StepWriter, allocate_step_state
+from tapeout.runtime.executors.cpu.weight_store import WeightStore
+from tapeout.runtime.executors.memory import BudgetLine, available_host_bytes, budget_error, check_budget
+from tapeout.runtime.step import StepInputs, StepResult
+
+R = TypeVar("R")
+NATIVE_KERNELS = "native.so"
+NO_TOKEN = -2  # last id of a slot whose request has sampled nothing yet, or whose step failed
+
+
+class CpuExecutor:
+    """See `tapeout.runtime.step.Executor`. Make it with `tapeout.runtime.executors.load_executor`.
+
+    Everything that touches tensors happens on the worker, so steps, admissions and `forward`
+    take effect in the order they were called.
+    """
+
+    def __init__(
+        self, engine: Engine, *, num_pages: int, threads: int | None, release_weights: bool = False, max_buckets: int = 64
+    ) -> None:
+        manifest = engine.manifest
+        self.limits = manifest.limits
+        self.num_pages = num_pages
+        self._engine = engine
+        self._vocab_size = manifest.model.vocab_size
+        _check_options(num_pages, threads, max_buckets)
+        self._allocate(engine, num_pages)
+        self._writer = StepWriter(self._state, self.limits, self._vocab_size)
+        self._weights = WeightStore(engine, release=release_weights)
+        self._replay = Replay(
+            engine.program, self._arena, self._state, self._weights, _load_kernels(engine), max_buckets
+        )
+        facts = manifest.tokenizer
+        self._sampler = Sampler(
+            self.limits.max_batch_size,
+            self._vocab_size,
+            self._vocab_size if facts is None else facts.vocab_size,
+            () if facts is None else facts.eos_token_ids,
+        )
+        self._last_ids = np.full(self.limits.max_batch_size, NO_TOKEN, np.int32)
+        self._refused: dict[int, Exception] = {}  # slots whose admission failed
+        self._closed = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tapeout-cpu", initializer=_set_threads, initargs=(threads,))
+        if not release_weights:
+            try:
+                self._on_worker(self._replay.prepare_weights).result()
+            except BaseException:
+                self.close()
+                raise
+
+    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
+        """Bind a slot to a new request. A failure surfaces from the slot's next step."""
+        if not 0 <= slot < self.limits.max_batch_size:
+            raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
+
+        def run() -> None:
+            self._last_ids[slot] = NO_TOKEN
+            self._refused.pop(slot, None)
+            try:
+                self._sampler.admit(slot, params, prompt_token_ids)
+            except Exception as error:
+                self._refused[slot] = error
+
+        self._on_worker(run)
+
+    def submit(self, inputs: StepInputs) -> Future[StepResult]:
+        """Queue a step and return at once; `result()` of what is returned waits for it."""
+        return self._on_worker(lambda: self._step(inputs))
+
+    def forward(self, inputs: StepInputs) -> np.ndarray:
+        """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.
+
+        The KV cache is written as in any step. FROM_SLOT ids come from earlier sampled steps.
+        """
+        return self._on_worker(lambda: self._logits(inputs).copy()).result()
+
+    def close(self) -> None:
+        """Finish queued work, then free memory and the thread. The engine stays open."""
+        if self._closed:
+            return
+        self._closed = True
+        self._worker.shutdown(wait=True)
+        del self._replay, self._weights, self._writer, self._state, self._arena
+
+    def _step(self, inputs: StepInputs) -> StepResult:
+        try:
+            for slot in inputs.row_slots.tolist():
+                if slot in self._refused:
+                    raise self._refused[slot]
+            logits = self._logits(inputs)
+            sampled = self._sampler.sample(logits, inputs.row_slots, inputs.positions[inputs.row_ids])
+        except BaseException:
+            # A later step planned on these ids must fail too instead of running on older ones.
+            valid = inputs.row_slots[(inputs.row_slots >= 0) & (inputs.row_slots < len(self._last_ids))]
+            self._last_ids[valid] = NO_TOKEN
+            raise
+        # The id of a row that is not finite means nothing, but the next step may be queued already.
+        self._last_ids[inputs.row_slots] = np.where(sampled.finite, sampled.token_ids, 0)
+        return StepResult(sampled.token_ids, sampled.logprobs, sampled.finite)
+
+    def _logits(self, inputs: StepInputs) -> np.ndarray:
+        """Float32 [R, vocab], valid until the next step."""
+        t, r = self._writer.write(inputs, self._last_ids)
+        bucket = self._replay.bucket(t, r)
+        for call in bucket.calls:
+            call()
+        logits: np.ndarray = bucket.logits.float().numpy()
+        return logits
+
+    def _on_worker(self, work: Callable[[], R]) -> Future[R]:
+        if self._closed:
+            raise TapeoutError("the executor is closed")
+
+        def run() -> R:
+            with torch.inference_mode():
+                return work()
+
+        return self._worker.submit(run)
+
+    def _allocate(self, engine: Engine, num_pages: int) -> None:
+        lines = _budget(engine, num_pages)
+        available = available_host_bytes()
+        what = f"engine {engine.path.name}"
+        check_budget(what, lines, available)
+        try:
+            self._arena = torch.zeros(engine.program.arena_bytes, dtype=torch.uint8)
+            self._state = allocate_step_state(self.limits, engine.manifest.kv_cache, num_pages)
+        except (RuntimeError, MemoryError):
+            raise budget_error(what, lines, available) from None
+
+
+def _budget(engine: Engine, num_pages: int) -> list[BudgetLine]:
+    manifest = engine.manifest
+    tokens = manifest.limits.tokens_per_page
+    weights = sum(w.size_bytes for w in engine.weights.values())
+    kv_bytes = num_pages * manifest.kv_cache.page_bytes(tokens)
+    return [
+        BudgetLine("weights (mapped from the file)", weights, "build with a smaller --dtype or --quantize", counted=False),
+        BudgetLine("arena", engine.program.arena_bytes, "build with a lower --max-num-tokens or --max-batch-size"),
+        BudgetLine(f"kv cache ({num_pages} pages of {tokens} tokens)", kv_bytes, "give the KV cache fewer tokens or bytes"),
+    ]
+
+
+def _check_options(num_pages: int, threads: int | None, max_buckets: int) -> None:
+    problems = [
+        f"{name} is {value}, expected at least 1"
+        for name, value in (("num_pages", num_pages), ("threads", threads), ("max_buckets", max_buckets))
+        if value is not None and value < 1
+    ]
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _load_kernels(engine: Engine) -> Any:
+    if NATIVE_KERNELS not in engine.kernel_names:
+        return None
+    from tapeout.plugins.native import load_native
+
+    return load_native(engine.kernel(NATIVE_KERNELS))
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)

@@ -1,0 +1,92 @@
+"""How many pages the KV pool gets: the smallest of what memory, options and limits allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tapeout.plugins.errors import CapacityError, UsageError
+from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache import pages_for
+
+
+@dataclass(frozen=True)
+class KvBudget:
+    """The pool's size and why.
+
+    `candidates` are pages by bound, `winner` is the bound that decided.
+    """
+
+    num_pages: int
+    tokens_per_page: int
+    page_bytes: int
+    winner: str
+    candidates: Mapping[str, int]
+
+    @property
+    def tokens(self) -> int:
+        return self.num_pages * self.tokens_per_page
+
+    @property
+    def bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def describe(self) -> str:
+        """One log line."""
+        others = ", ".join(f"{name} {pages}" for name, pages in self.candidates.items() if name != self.winner)
+        return (
+            f"KV cache: {self.num_pages} pages = {self.tokens} tokens, {self.bytes / 2**20:.1f} MiB; "
+            f"set by {self.winner} (others allow, in pages: {others or 'none given'})"
+        )
+
+
+def plan_kv_pool(
+    *,
+    limits: Limits,
+    page_bytes: int,
+    free_bytes: int,
+    free_memory_fraction: float = 0.9,
+    max_tokens: int | None = None,
+    kv_cache_bytes: int | None = None,
+) -> KvBudget:
+    """Size the pool.
+
+    Bounds: `free_memory_fraction` of `free_bytes` (memory left after weights and arena),
+    `max_tokens_in_kv_cache`, `kv_cache_bytes`, and what the engine's limits can use at all
+    (max_batch_size sequences of max_seq_len). The smallest wins; on a tie the one named first.
+
+    Raises:
+        UsageError: an option out of range, all offenders at once.
+        CapacityError: the winner leaves less than one page.
+    """
+    problems = []
+    if not 0 < free_memory_fraction <= 1:
+        problems.append(f"free_memory_fraction = {free_memory_fraction!r}, expected a number in (0, 1]")
+    if max_tokens is not None and max_tokens < limits.tokens_per_page:
+        problems.append(
+            f"max_tokens_in_kv_cache = {max_tokens!r}, expected at least one page of "
+            f"{limits.tokens_per_page} tokens"
+        )
+    if kv_cache_bytes is not None and kv_cache_bytes < page_bytes:
+        problems.append(f"kv_cache_bytes = {kv_cache_bytes!r}, expected at least one page of {page_bytes} bytes")
+    if problems:
+        raise UsageError(
+            "invalid KV cache options:\n" + "\n".join(f"  {p}" for p in problems),
+            hint="leave them out to use the memory that is free",
+        )
+    per_seq = pages_for(limits.max_seq_len, limits.tokens_per_page)
+    candidates = {}
+    if kv_cache_bytes is not None:
+        candidates["kv_cache_bytes"] = kv_cache_bytes // page_bytes
+    if max_tokens is not None:
+        candidates["max_tokens_in_kv_cache"] = max_tokens // limits.tokens_per_page
+    candidates["engine limits"] = limits.max_batch_size * per_seq
+    candidates["free_memory_fraction"] = int(free_bytes * free_memory_fraction) // page_bytes
+    winner = min(candidates, key=lambda name: candidates[name])
+    if candidates[winner] < 1:
+        raise CapacityError(
+            f"no memory for the KV cache: {free_bytes / 2**20:.1f} MiB left x free_memory_fraction "
+            f"{free_memory_fraction:g} is less than one page of {page_bytes / 2**20:.2f} MiB",
+            hint="free memory, or use a smaller model or cache dtype",
+        )
+    return KvBudget(candidates[winner], limits.tokens_per_page, page_bytes, winner, candidates)

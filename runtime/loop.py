@@ -1,0 +1,283 @@
+"""The in-flight batching loop: admit, plan, submit, and read the step before.
+
+Step n+1 is planned and submitted before the ids of step n are read, so host work hides behind
+the executor. Hence an end the host learns from an id (EOS, stop id, stop string) is seen one
+step late: the request's row in the step already submitted is surplus, its result is dropped, and
+slot and pages are given back once that step has been read. An end by `max_tokens` is known when
+planning and needs no surplus row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.packing import pack_step
+from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Waiting
+from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, StepPlan
+from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
+from tapeout.runtime.step import Executor, StepHandle, StepResult
+
+logger = logging.getLogger("tapeout")
+
+
+@dataclass(frozen=True)
+class LoopStats:
+    """Counts since the start, and what holds now."""
+
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    surplus_rows: int
+    failed_steps: int
+    requests_finished: int
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_pages_used: int
+    kv_pages_total: int
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    handle: StepHandle
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one turn of the loop decided; `explain` gives it line by line."""
+
+    admitted: tuple[Admission, ...]
+    waiting: Waiting | None
+    plan: StepPlan
+
+    def explain(self) -> list[str]:
+        lines = [f"{a.request_id}: {a.reason()}" for a in self.admitted]
+        if self.waiting is not None:
+            lines.append(f"{self.waiting.request_id}: {self.waiting.reason()}")
+        lines += [
+            f"{s.request_id}: {s.reason.value}: {s.num_tokens} from position {s.start}"
+            for s in self.plan.scheduled
+        ]
+        lines += [f"{s.request_id}: {s.reason.value}" for s in self.plan.skipped]
+        return lines
+
+
+class EngineLoop:
+    """Drives an executor; not thread-safe, its owner holds a lock.
+
+    Args:
+        executor: runs the steps in order.
+        kv_cache, capacity, microbatch: the state it orders; all sized for the executor's pool.
+        clock: seconds, monotonic.
+        on_step: called with the record of every turn that planned rows, for `explain` and tests.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        kv_cache: KvCache,
+        capacity: CapacityScheduler,
+        microbatch: MicroBatchScheduler,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.kv_cache = kv_cache
+        self.capacity = capacity
+        self.microbatch = microbatch
+        self.clock = clock
+        self.on_step = on_step
+        self._waiting: dict[str, Request] = {}  # arrival order; a dict so that abort is O(1)
+        self._running: dict[str, Request] = {}  # admission order
+        self._draining: dict[str, Request] = {}  # ended, but part of a step not read yet
+        self._in_flight: deque[_InFlight] = deque()
+        self._next_step = 0
+        self._last_read = -1
+        self._counts = dict.fromkeys(
+            ("prompt_tokens", "generation_tokens", "surplus_rows", "failed_steps", "requests_finished"), 0
+        )
+
+    # ---- requests come and go -------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. The caller has refused what can never run."""
+        self._waiting[request.request_id] = request
+
+    def abort(self, request_id: str, stop_reason: str | None = None) -> bool:
+        """End a request now; False when it is not known or has ended."""
+        request = self._waiting.get(request_id) or self._running.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, Finish(FinishReason.ABORT, stop_reason))
+        return True
+
+    def stats(self) -> LoopStats:
+        pool = self.kv_cache.pool
+        return LoopStats(
+            steps=self._next_step,
+            num_requests_running=len(self._running),
+            num_requests_waiting=len(self._waiting),
+            kv_pages_used=pool.num_pages - pool.num_free,
+            kv_pages_total=pool.num_pages,
+            **self._counts,
+        )
+
+    # ---- one turn -------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Plan and submit one step, then read the one before; True while there is work."""
+        admitted, waiting = self._admit()
+        plan = self.microbatch.plan(self._next_step, self._running.values())
+        if plan.scheduled:
+            if self.on_step is not None:
+                self.on_step(StepRecord(admitted, waiting, plan))
+            self._submit(plan)
+        if len(self._in_flight) > 1 or (self._in_flight and not plan.scheduled):
+            self._read(self._in_flight[0])
+        return self.has_work
+
+    def _admit(self) -> tuple[tuple[Admission, ...], Waiting | None]:
+        if not self._waiting:
+            return (), None
+        front = islice(self._waiting.values(), self.capacity.num_free_slots + 1)
+        admitted, waiting = self.capacity.admit(front)
+        now = self.clock()
+        for request, _ in admitted:
+            del self._waiting[request.request_id]
+            self._running[request.request_id] = request
+            request.times.admitted = now
+            try:
+                self.executor.admit(request.slot, request.params, request.prompt_token_ids)
+            except Exception as error:
+                logger.exception("request %s: the executor refused it", request.request_id)
+                self._fail(request, error)
+        return tuple(a for _, a in admitted), waiting
+
+    def _submit(self, plan: StepPlan) -> None:
+        """Queue the step and move its requests' planned state forward."""
+        self._next_step += 1
+        for row in plan.scheduled:
+            request = self._running[row.request_id]
+            request.cached_tokens = row.start + row.num_tokens
+            request.planned_tokens += row.samples
+            self.kv_cache.grow(row.slot, request.cached_tokens)
+        try:
+            handle = self.executor.submit(pack_step(plan, self._running, self.kv_cache))
+        except Exception as error:
+            self._fail_step(plan, error)
+            return
+        for row in plan.scheduled:
+            self._running[row.request_id].last_step = plan.step
+        self._in_flight.append(_InFlight(plan, handle))
+        self._counts["prompt_tokens"] += sum(c.num_tokens for c in plan.context)
+
+    def _read(self, step: _InFlight) -> None:
+        """Wait for a step, hand out its ids, and release what no later step uses."""
+        outcome: StepResult | Exception
+        try:
+            outcome = step.handle.result()
+        except Exception as error:
+            outcome = error
+        # Only now: a KeyboardInterrupt while waiting leaves the step in flight, to be read later.
+        self._in_flight.popleft()
+        self._last_read = step.plan.step
+        if isinstance(outcome, Exception):
+            self._fail_step(step.plan, outcome)
+        else:
+            self._hand_out(step.plan, outcome)
+        for row in step.plan.scheduled:
+            request = self._draining.get(row.request_id)
+            if request is not None and request.last_step <= self._last_read:
+                del self._draining[row.request_id]
+                self._release(request)
+
+    def _hand_out(self, plan: StepPlan, result: StepResult) -> None:
+        now = self.clock()
+        token_ids, finite = result.token_ids.tolist(), result.finite.tolist()
+        index = 0
+        for row in plan.scheduled:
+            if not row.samples:
+                continue
+            request = self._running.get(row.request_id)
+            if request is None:
+                self._counts["surplus_rows"] += 1
+            elif not finite[index]:
+                self._fail(request, f"the model's logits are not finite at position {row.start}")
+            else:
+                self._take_token(request, token_ids[index], result, index, now)
+            index += 1
+
+    def _take_token(self, request: Request, token_id: int, result: StepResult, index: int, now: float) -> None:
+        request.output_tokens += 1
+        self._counts["generation_tokens"] += 1
+        if request.times.first_token is None:
+            request.times.first_token = now
+        finish = _ended_by_id(request, token_id)
+        try:
+            stop = request.sink.on_token(token_id, result.logprobs[index], finish is not None)
+        except Exception as error:
+            # One request's text must not take down the others.
+            logger.exception("request %s: its output failed", request.request_id)
+            self._fail(request, error)
+            return
+        if finish is None and stop is not None:
+            finish = Finish(FinishReason.STOP, stop)
+        if finish is None and request.output_tokens >= request.max_tokens:
+            finish = Finish(FinishReason.LENGTH)
+        if finish is not None:
+            self._finish(request, finish)
+
+    # ---- ends -----------------------------------------------------------------------------
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        self._counts["failed_steps"] += 1
+        logger.error("step %d failed: %s", plan.step, error, exc_info=error)
+        for row in plan.scheduled:
+            request = self._running.get(row.request_id)
+            if request is not None:
+                self._fail(request, error)
+
+    def _fail(self, request: Request, error: Exception | str) -> None:
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._finish(request, Finish(FinishReason.ERROR, text))
+
+    def _finish(self, request: Request, finish: Finish) -> None:
+        """End a request; its slot and pages stay until the executor is done with them."""
+        request.finish = finish
+        request.times.finished = self.clock()
+        self._counts["requests_finished"] += 1
+        self._running.pop(request.request_id, None)
+        if self._waiting.pop(request.request_id, None) is None:
+            if request.last_step > self._last_read:
+                self._draining[request.request_id] = request
+            else:
+                self._release(request)
+        try:
+            request.sink.on_finish(finish, request.times)
+        except Exception:
+            logger.exception("request %s: its consumer failed", request.request_id)
+
+    def _release(self, request: Request) -> None:
+        self.kv_cache.free(request.slot)
+        self.capacity.release(request)
+
+
+def _ended_by_id(request: Request, token_id: int) -> Finish | None:
+    if request.output_tokens < request.params.min_tokens:
+        return None
+    if token_id in request.stop_token_ids:
+        return Finish(FinishReason.STOP, token_id)
+    if token_id in request.eos_token_ids:
+        return Finish(FinishReason.STOP)
+    return None

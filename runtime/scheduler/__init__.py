@@ -1,0 +1,1 @@
+"""Who may hold pages (capacity) and who runs this step (micro-batch)."""

@@ -1,0 +1,71 @@
+"""What crosses from the scheduler to an executor and back.
+
+Persistent request state stays in the scheduler; a step carries only what this step needs.
+Token ids of generation rows live in the executor (one per slot), because step n+1 is
+planned before the ids of step n are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.result import Logprob, SampleResult
+from tapeout.runtime.engine.manifest import Limits
+
+__all__ = ["FROM_SLOT", "Executor", "Logprob", "StepHandle", "StepInputs", "StepResult"]
+
+FROM_SLOT = -1  # token id placeholder: use the slot's last sampled id
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One packed step: context sequences first, then generation.
+
+    B sequences, T rows, R sampled rows. All arrays int32.
+
+    Attributes:
+        token_ids: [T], FROM_SLOT where the executor fills in the slot's last sampled id.
+        positions: [T].
+        cu_q: [B + 1] row offsets. kv_lens: [B] cache length after the step.
+        page_table: [B, pages] page ids, -1 beyond the pages in use.
+        slots: [B] executor slot of each sequence, in [0, max_batch_size).
+        row_ids: [R] rows whose logits are sampled. row_slots: [R] their slots.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    cu_q: np.ndarray
+    kv_lens: np.ndarray
+    page_table: np.ndarray
+    slots: np.ndarray
+    row_ids: np.ndarray
+    row_slots: np.ndarray
+
+
+#: What a step returns: sampled ids, logprobs and finiteness of its R rows.
+StepResult = SampleResult
+
+
+class StepHandle(Protocol):
+    def result(self) -> StepResult:
+        """Wait for the step; raises what the executor raised."""
+
+
+class Executor(Protocol):
+    """Replays the engine's program. Steps run in the order submitted."""
+
+    limits: Limits
+    num_pages: int
+
+    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
+        """Bind a slot to a new request's sampling state; ordered with steps."""
+
+    def submit(self, inputs: StepInputs) -> StepHandle:
+        """Queue a step and return at once."""
+
+    def close(self) -> None:
+        """Finish queued work and free memory and threads."""

@@ -1,0 +1,1 @@
+"""Text on its way in and out: chat templates, incremental detokenization, stop strings."""
