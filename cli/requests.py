@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tapeout.cli.run_options import DEFAULT_MAX_TOKENS
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams
 
@@ -15,6 +16,8 @@ from tapeout.plugins.sample.params import SamplingParams
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
 KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+
+TITLE_CHARACTERS = 60
 
 #: Turns a request's own sampling fields into its parameters; raises UsageError.
 MakeParams = Callable[[Mapping[str, Any]], SamplingParams]
@@ -34,6 +37,14 @@ class Request:
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
 
+    def title(self) -> str:
+        """One short line that tells the request from its neighbours."""
+        text = self.prompt if self.prompt is not None else ""
+        if self.messages is not None:
+            text = str(self.messages[-1]["content"])
+        line = " ".join(text.split()) or f"{len(self.prompt_token_ids or ())} token ids"
+        return line if len(line) <= TITLE_CHARACTERS else line[: TITLE_CHARACTERS - 3] + "..."
+
 
 @dataclass(frozen=True)
 class ChatStyle:
@@ -47,6 +58,18 @@ class ChatStyle:
             return Request(params, request_id, prompt=prompt)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return Request(params, request_id, messages=(*system, {"role": "user", "content": prompt}))
+
+
+def params_maker(generation: Mapping[str, Any], flags: Mapping[str, Any]) -> MakeParams:
+    """Parameters of a request: its own fields over the flags over the model's generation config."""
+
+    def make(own: Mapping[str, Any]) -> SamplingParams:
+        values = {"max_tokens": generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS, **flags}
+        # null in a line means the same as leaving the field out.
+        values |= {name: value for name, value in own.items() if value is not None}
+        return SamplingParams.from_generation(generation, **values)
+
+    return make
 
 
 def requests_from_prompts(prompts: Iterable[str], style: ChatStyle, make: MakeParams) -> list[Request]:
@@ -78,7 +101,9 @@ def requests_from_jsonl(text: str, name: str, style: ChatStyle, make: MakeParams
         try:
             requests.append(_from_line(line, style, make))
         except UsageError as error:
-            problems += [f"{name}:{number}: {part.strip()}" for part in error.message.splitlines()]
+            # A line that ends in a colon introduces those after it; here the line number does.
+            parts = [part.strip() for part in error.message.splitlines() if not part.endswith(":")]
+            problems += [f"{name}:{number}: {part}" for part in parts]
     if problems:
         raise UsageError(
             "\n".join(problems),

@@ -210,7 +210,7 @@ def _run(name: str, ref: WeightRef, read: Read) -> np.ndarray:
 
 
 def _write_weight(file: IO[bytes], checksums: WeightChecksums, array: np.ndarray) -> None:
-    data = memoryview(array.reshape(-1).view(np.uint8))  # bfloat16 arrays have no buffer protocol
+    data = array.reshape(-1).view(np.uint8).data  # bfloat16 arrays have no buffer protocol
     checksums.update(data)
     file.write(data)
 

@@ -98,7 +98,8 @@ class Graph:
             name = node.meta.get("weight")
             if name is not None and not node.users:
                 self.graph.erase_node(node)
-                del self.weights[name]
+        used = {n.meta.get("weight") for n in self.graph.find_nodes(op="placeholder")}
+        self.weights = {name: ref for name, ref in self.weights.items() if name in used}
         self.graph.lint()
         self.module.recompile()
 

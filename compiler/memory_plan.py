@@ -15,7 +15,7 @@ from tapeout.plugins.errors import TapeoutError
 
 @dataclass(frozen=True)
 class BufferRequest:
-    """`size_bytes` alive from record `first` (its writer) to record `last` (its last reader), both included."""
+    """`size_bytes` alive from record `first` (its writer) to `last` (its last reader), both included."""
 
     name: str
     size_bytes: int

@@ -198,37 +198,36 @@ def _to_graph(program: ExportedProgram, model: nn.Module, layers: int, tensor: C
     buffers = dict(model.named_buffers(remove_duplicate=False))
     persistent = model.state_dict(keep_vars=True)
     fake_mode = None
-    inputs, weight_nodes = [], []
+    inputs = []
     for node in module.graph.find_nodes(op="placeholder"):
         fake_mode = fake_mode or node.meta["val"].fake_mode
         if node.target not in parameters and node.name not in signature.inputs_to_lifted_tensor_constants:
             inputs.append(node)
             continue
-        weight_nodes.append(node)
         value = node.meta["val"]
         type_, shape_ = str(value.dtype).removeprefix("torch."), tuple(int(s) for s in value.shape)
         if node.target in parameters:
             name = parameters[node.target].removeprefix(_PREFIX)
-            in_checkpoint = name in persistent
-            array = None if in_checkpoint else buffers[name]
+            array = None if name in persistent else buffers[name]
         else:
             name = f"constants.{signature.inputs_to_lifted_tensor_constants[node.name]}"
-            in_checkpoint, array = False, program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
-        node.meta["weight"] = name
-        node._rename(weight_placeholder(name))
-        node.target = node.name
-        if in_checkpoint:
-            weights[name] = WeightRef.of(tensor(name)).cast(type_)
+            array = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+        if array is None:
+            info = tensor(name)
+            name = info.name  # tied parameters are one tensor, under the checkpoint's name
+            weights[name] = WeightRef.of(info).cast(type_)
         else:
             weights[name] = WeightRef.const(name, type_, shape_)
-            if array is not None and array.device.type != "meta":
-                constants[name] = to_numpy(array)
-    _inputs_first(module.graph, inputs, weight_nodes)
+            constants[name] = to_numpy(array)
+        node._rename(weight_placeholder(name))
+        node.target = node.name
+        node.meta["weight"] = name
+    _inputs_first(module.graph, inputs)
     assert fake_mode is not None
     return Graph(fx.GraphModule(module, module.graph), weights, constants, layers, fake_mode)
 
 
-def _inputs_first(graph: fx.Graph, inputs: list[fx.Node], weights: list[fx.Node]) -> None:
+def _inputs_first(graph: fx.Graph, inputs: list[fx.Node]) -> None:
     """Order placeholders: step inputs, then weights."""
     for node in reversed(inputs):
         first = next(iter(graph.nodes))

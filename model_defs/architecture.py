@@ -22,7 +22,9 @@ def check_supported(config: Any, where: str | Path, *, trust_remote_code: bool) 
         if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
             require_remote_code(where, config.model_type, trust_remote_code)
         else:
-            raise _unsupported(config, where, ["transformers has no causal language model for this model_type"])
+            raise _unsupported(
+                config, where, ["transformers has no causal language model for this model_type"]
+            )
     reasons = list(_reasons(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
     if reasons:
         raise _unsupported(config, where, reasons)
@@ -53,17 +55,25 @@ def _reasons(config: Any, model_class: Any) -> list[str]:
         reasons.append("it is an encoder-decoder; only decoder-only models are supported")
     if config.get_text_config(decoder=True) is not config:
         parts = [name for name in getattr(config, "sub_configs", {}) if name != "text_config"]
-        reasons.append(f"it is multimodal ({', '.join(parts) or 'nested configs'}); only text models are supported")
+        reasons.append(
+            f"it is multimodal ({', '.join(parts) or 'nested configs'}); only text models are supported"
+        )
     layer_types = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
     if layer_types:
-        reasons.append(f"layers of type {', '.join(sorted(layer_types))}; only attention layers are supported")
+        reasons.append(
+            f"layers of type {', '.join(sorted(layer_types))}; only attention layers are supported"
+        )
     elif getattr(model_class, "_is_stateful", False):
         reasons.append("it keeps a recurrent state; only models whose state is a KV cache are supported")
     if getattr(config, "is_decoder", True) is False:
         reasons.append("it is an encoder (is_decoder is false); only causal models are supported")
     if (quantization := getattr(config, "quantization_config", None)) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        reasons.append(f"its weights are quantized ({getattr(method, 'value', method)}); only plain weights are supported")
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        )
+        reasons.append(
+            f"its weights are quantized ({getattr(method, 'value', method)}); only plain ones are supported"
+        )
     architectures = getattr(config, "architectures", None) or []
     if model_class is not None and architectures:
         causal = model_class.__name__

@@ -117,7 +117,8 @@ def family_of(file: GgufFile) -> GgufFamily:
     family = FAMILIES.get(file.architecture)
     if family is None:
         raise UnsupportedError(
-            f"{file.path} has GGUF architecture {file.architecture!r}; supported are {', '.join(sorted(FAMILIES))}",
+            f"{file.path} has GGUF architecture {file.architecture!r}; "
+            f"supported are {', '.join(sorted(FAMILIES))}",
             hint=AS_HF,
         )
     return family
@@ -155,11 +156,17 @@ def config_values(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         )
     head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    if any(isinstance(values[n], list) for n in ("num_key_value_heads", "num_attention_heads", "intermediate_size")):
+    if any(
+        isinstance(values[n], list)
+        for n in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    ):
         raise UnsupportedError(f"{file.path}: layers differ in head count or width", hint=AS_HF)
     rope = _rope_parameters(file, family, head_dim)
     if family.model_type == "gemma3_text":  # the scaling is of the global layers only
-        local = {"rope_type": "default", "rope_theta": file.metadata.get("gemma3.rope.local.freq_base", 10000.0)}
+        local = {
+            "rope_type": "default",
+            "rope_theta": file.metadata.get("gemma3.rope.local.freq_base", 10000.0),
+        }
         values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     else:
         values["rope_parameters"] = rope
@@ -174,7 +181,8 @@ def _rope_parameters(file: GgufFile, family: GgufFamily, head_dim: int) -> dict[
     }
     if longrope := [name for name in file.tensors if name.startswith("rope_factors_")]:
         raise UnsupportedError(
-            f"{file.path}: LongRoPE factors ({', '.join(longrope)}) cannot be taken from a GGUF file", hint=AS_HF
+            f"{file.path}: LongRoPE factors ({', '.join(longrope)}) cannot be taken from a GGUF file",
+            hint=AS_HF,
         )
     kind = meta.get(f"{arch}.rope.scaling.type", "none")
     factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 0.0))
@@ -186,7 +194,9 @@ def _rope_parameters(file: GgufFile, family: GgufFamily, head_dim: int) -> dict[
             raise UnsupportedError(f"{file.path}: YaRN scaling without original_context_length", hint=AS_HF)
         return rope | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if kind != "none":
-        raise UnsupportedError(f"{file.path}: rope scaling {kind!r}; supported are none, linear, yarn", hint=AS_HF)
+        raise UnsupportedError(
+            f"{file.path}: rope scaling {kind!r}; supported are none, linear, yarn", hint=AS_HF
+        )
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, rope, head_dim)
     return rope
@@ -204,10 +214,13 @@ def _llama3_scaling(file: GgufFile, rope: dict[str, Any], head_dim: int) -> dict
     smooth = (original / wavelength - low) / (high - low)
     with np.errstate(divide="ignore"):
         middle = 1 / ((1 - smooth) / factor + smooth)
-    expected = np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, middle))
+    expected = np.where(
+        wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, middle)
+    )
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
         raise UnsupportedError(
-            f"{file.path}: rope_freqs.weight is not llama3 rope scaling with low 1, high 4, original length 8192",
+            f"{file.path}: rope_freqs.weight is not llama3 rope scaling "
+            "with low 1, high 4, original length 8192",
             hint=AS_HF,
         )
     return rope | {

@@ -83,7 +83,8 @@ def read_gguf(path: Path) -> GgufFile:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
         if blob[:4] != MAGIC:
             raise UsageError(
-                f"{path} is not a GGUF file: it starts with {bytes(blob[:4])!r}, expected {MAGIC!r}", hint=_DOWNLOAD
+                f"{path} is not a GGUF file: it starts with {bytes(blob[:4])!r}, expected {MAGIC!r}",
+                hint=_DOWNLOAD,
             )
         version, tensor_count, metadata_count = struct.unpack_from("<IQQ", blob, 4)
         if version not in VERSIONS:
@@ -148,7 +149,9 @@ def _read_value(blob: mmap.mmap, pos: int, value_type: int) -> tuple[Any, int]:
     return values, pos
 
 
-def _read_tensor_table(blob: mmap.mmap, count: int, pos: int) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
+def _read_tensor_table(
+    blob: mmap.mmap, count: int, pos: int
+) -> tuple[list[tuple[str, tuple[int, ...], int, int]], int]:
     """`(name, row-major shape, ggml type, offset into the data)` of every tensor."""
     entries = []
     for _ in range(count):
@@ -165,11 +168,17 @@ def _read_tensor_table(blob: mmap.mmap, count: int, pos: int) -> tuple[list[tupl
 
 
 def _place_tensors(
-    path: Path, size: int, metadata: Mapping[str, Any], entries: list[tuple[str, tuple[int, ...], int, int]], pos: int
+    path: Path,
+    size: int,
+    metadata: Mapping[str, Any],
+    entries: list[tuple[str, tuple[int, ...], int, int]],
+    pos: int,
 ) -> dict[str, GgufTensor]:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0:
-        raise UsageError(f"{path}: general.alignment is {alignment!r}, expected a positive integer", hint=_DOWNLOAD)
+        raise UsageError(
+            f"{path}: general.alignment is {alignment!r}, expected a positive integer", hint=_DOWNLOAD
+        )
     data_start = -(-pos // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     unknown: list[str] = []
@@ -182,11 +191,15 @@ def _place_tensors(
         block, block_bytes = GGML_QUANT_SIZES[kind]
         elements = math.prod(shape)
         if shape and shape[-1] % block:
-            problems.append(f"  tensor {name!r}: rows of {shape[-1]} are not a multiple of {kind.name}'s block of {block}")
+            problems.append(
+                f"  tensor {name!r}: rows of {shape[-1]} are not a multiple of {kind.name}'s block of {block}"
+            )
             continue
         start, nbytes = data_start + offset, elements // block * block_bytes
         if start + nbytes > size:
-            problems.append(f"  truncated: tensor {name!r} ends at byte {start + nbytes}, the file has {size}")
+            problems.append(
+                f"  truncated: tensor {name!r} ends at byte {start + nbytes}, the file has {size}"
+            )
         if name in tensors:
             problems.append(f"  tensor {name!r} appears twice")
         tensors[name] = GgufTensor(name, shape, kind, start, nbytes)

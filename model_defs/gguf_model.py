@@ -49,7 +49,9 @@ class GgufCheckpoint:
 
     def digest(self) -> str:
         tensors = ((hf_name, self.file.tensors[gguf_name]) for hf_name, gguf_name in self.gguf_names.items())
-        return digest_tensors((n, t.type.name, t.shape, self.file.path, t.start, t.nbytes) for n, t in tensors)
+        return digest_tensors(
+            (n, t.type.name, t.shape, self.file.path, t.start, t.nbytes) for n, t in tensors
+        )
 
 
 def open_gguf(path: Path) -> ModelSource:
@@ -71,7 +73,6 @@ def open_gguf(path: Path) -> ModelSource:
         raise UsageError(
             f"{path}: the tokenizer has {parts.vocab_size} tokens, the model's vocabulary {config.vocab_size}"
         )
-    eos = parts.eos_token_id
     return ModelSource(
         origin=f"gguf:{file.quantization}",
         config=config,
@@ -81,12 +82,22 @@ def open_gguf(path: Path) -> ModelSource:
         chat_template=parts.chat_template,
         special_tokens=parts.special_tokens,
         generation={},
-        eos_token_ids=() if eos is None else (eos,),
+        eos_token_ids=_end_ids(file),
         bos_token_id=parts.bos_token_id,
         pad_token_id=parts.pad_token_id,
         trust_remote_code=False,
         hf_path=str(path),
     )
+
+
+def _end_ids(file: GgufFile) -> tuple[int, ...]:
+    """Ids that end a generation: a GGUF file names end of text, of turn and of message apart.
+
+    HF's generation config would list them all; with the first alone a Gemma chat never stops.
+    """
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = (file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _causal_lm_name(config: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
@@ -12,7 +13,9 @@ from tapeout.plugins.errors import UnsupportedError, UsageError
 # `tokenizer.ggml.pre` values transformers' split table lacks, by llama.cpp's rules for them.
 # Digits one by one, then GPT-2's pattern on the pieces: what SmolLM's tokenizer.json states. With
 # GPT-2's pattern alone "a   1" would give two spaces and " 1" instead of three spaces and "1".
-DIGITS_THEN_GPT2 = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+DIGITS_THEN_GPT2 = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
 GPT2_PATTERN = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 
 _SPECIAL_IDS = {
@@ -49,7 +52,9 @@ def load_gguf_tokenizer(file: GgufFile) -> Any | None:
     for name, key in _SPECIAL_IDS.items():
         token_id = meta.get(f"tokenizer.ggml.{key}")
         if token_id is not None and token_id >= len(tokens):
-            raise UsageError(f"{file.path}: tokenizer.ggml.{key} is {token_id}, the vocabulary has {len(tokens)}")
+            raise UsageError(
+                f"{file.path}: tokenizer.ggml.{key} is {token_id}, the vocabulary has {len(tokens)}"
+            )
         options[name] = None if token_id is None else tokens[token_id]
     split = _known_split(file, kind)
     try:
@@ -58,7 +63,8 @@ def load_gguf_tokenizer(file: GgufFile) -> Any | None:
         raise UnsupportedError(f"{file.path}: tokenizer {kind!r} cannot be built: {error}") from error
     if split is not None:
         backend.pre_tokenizer = split
-    return _with_options(PreTrainedTokenizerFast, backend, options)
+    # as AutoTokenizer does: the options carry special tokens, BOS/EOS flags and the chat template
+    return PreTrainedTokenizerFast(tokenizer_object=_within_vocabulary(backend, len(tokens)), **options)
 
 
 def _known_split(file: GgufFile, kind: str) -> Any | None:
@@ -77,11 +83,20 @@ def _known_split(file: GgufFile, kind: str) -> Any | None:
         )
     known = sorted(DIGITS_THEN_GPT2 | GPT2_PATTERN | GGUF_PRE_TOKENIZER_SPLITS.keys())
     raise UnsupportedError(
-        f"{file.path}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) has no known split rules; known: {', '.join(known)}",
+        f"{file.path}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) has no known split rules; "
+        f"known: {', '.join(known)}",
         hint="use the model's Hugging Face checkpoint, or add its rules to model_defs/gguf_tokenizer.py",
     )
 
 
-def _with_options(tokenizer_class: Any, backend: Tokenizer, options: dict[str, Any]) -> Any:
-    """What AutoTokenizer does after conversion: special tokens, BOS/EOS, chat template."""
-    return tokenizer_class(tokenizer_object=backend, **options)
+def _within_vocabulary(backend: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Without added tokens the file does not have.
+
+    transformers builds byte-level vocabularies through its GPT-2 class, which appends
+    `<|endoftext|>` to a vocabulary that lacks it: an id the model has no row for.
+    """
+    if backend.get_vocab_size() <= vocab_size:
+        return backend
+    data = json.loads(backend.to_str())
+    data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] < vocab_size]
+    return Tokenizer.from_str(json.dumps(data))

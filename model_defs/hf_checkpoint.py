@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ class SafetensorsCheckpoint:
         renamed = {}
         for name, tensor in self.files.items():
             new = name if keep(name) else prefix + name
-            renamed[new] = replace(tensor, info=replace(tensor.info, name=new))
+            renamed[new] = tensor.renamed(new)
         return SafetensorsCheckpoint(renamed)
 
 
@@ -119,7 +119,9 @@ def _open_shards(folder: Path) -> tuple[dict[str, FileTensor], list[str]]:
     for shard, tensors in in_shard.items():
         for name, tensor in tensors.items():
             if weight_map.get(name, shard) != shard:
-                problems.append(f"{shard}: tensor {name!r} is also in {weight_map[name]}, which {INDEX} names")
+                problems.append(
+                    f"{shard}: tensor {name!r} is also in {weight_map[name]}, which {INDEX} names"
+                )
             files.setdefault(name, tensor)  # HF loads what the shards hold, listed or not
     return files, problems
 
@@ -139,10 +141,13 @@ def _read_index(path: Path) -> tuple[dict[str, str], list[str]]:
 
 def _no_weights(folder: Path) -> UsageError | UnsupportedError:
     names = sorted(p.name for p in folder.iterdir() if p.is_file())
-    torch_files = [n for n in names if n.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))]
+    torch_files = [
+        n for n in names if n.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))
+    ]
     if torch_files:
         return UnsupportedError(
-            f"{folder} holds its weights as pickle files only ({', '.join(torch_files)}); expected {SINGLE} or {INDEX}",
+            f"{folder} holds its weights as pickle files only ({', '.join(torch_files)}); "
+            f"expected {SINGLE} or {INDEX}",
             hint="convert once: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) "
             "writes safetensors",
         )

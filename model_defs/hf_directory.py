@@ -11,6 +11,7 @@ from tapeout.model_defs.architecture import base_model_prefix, check_supported, 
 from tapeout.model_defs.hf_checkpoint import SafetensorsCheckpoint, open_checkpoint
 from tapeout.model_defs.source import ModelSource
 from tapeout.model_defs.tokenizer import NO_TOKENIZER, TokenizerParts, tokenizer_parts
+from tapeout.model_defs.tying import resolve_tying
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 TOKENIZER_FILES = (
@@ -30,6 +31,7 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
     check_supported(config, folder, trust_remote_code=trust_remote_code)
     generation = _read_json(folder / "generation_config.json", required=False)
     checkpoint = _with_model_prefix(open_checkpoint(folder), base_model_prefix(config))
+    config, checkpoint = resolve_tying(config, checkpoint)
     parts = _load_tokenizer(folder, trust_remote_code)
 
     def token_id(name: str) -> Any:
@@ -47,7 +49,9 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
         tokenizer_vocab_size=parts.vocab_size,
         chat_template=parts.chat_template,
         special_tokens=parts.special_tokens,
-        generation={k: v for k, v in generation.items() if k != "transformers_version" and not k.startswith("_")},
+        generation={
+            k: v for k, v in generation.items() if k != "transformers_version" and not k.startswith("_")
+        },
         eos_token_ids=tuple(_ids(folder, "eos_token_id", eos)),
         bos_token_id=_one_id(folder, "bos_token_id", token_id("bos_token_id")),
         pad_token_id=_one_id(folder, "pad_token_id", token_id("pad_token_id")),
@@ -85,7 +89,8 @@ def _load_config(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
         else:
             architectures = ", ".join(raw.get("architectures") or []) or "none named"
             raise UnsupportedError(
-                f"{folder / 'config.json'}: unknown model_type {model_type!r} (architectures: {architectures}); "
+                f"{folder / 'config.json'}: unknown model_type {model_type!r} "
+                f"(architectures: {architectures}); "
                 "this version of transformers has no config class and no model code for it",
                 hint="a newer transformers may know it; check model_type for a typing error",
             )
@@ -111,12 +116,14 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerParts:
     if "AutoTokenizer" in (raw.get("auto_map") or {}) and not (folder / "tokenizer.json").is_file():
         require_remote_code(folder, f"the tokenizer {raw.get('tokenizer_class')}", trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # tokenizers raise plain Exception, ValueError, KeyError, ImportError, ...
         found = ", ".join(name for name in TOKENIZER_FILES if (folder / name).is_file())
         raise UsageError(
             f"the tokenizer in {folder} cannot be loaded from {found}: {error}",
-            hint="download the tokenizer files again, or remove them all to build an engine without a tokenizer",
+            hint="download the tokenizer files again, or remove them all for an engine without a tokenizer",
         ) from error
     return tokenizer_parts(tokenizer)
 

@@ -50,8 +50,8 @@ def fetch_snapshot(model: str, *, revision: str | None, cache_dir: str | None, w
         raise UsageError(
             f"model {model!r}{at} is not a local path and cannot be fetched from the hub: "
             f"{reason}; {type(error).__name__}: {_first_line(error)}",
-            hint="check the id and the network (HF_TOKEN for gated models), or download the model elsewhere and "
-            "give its directory; with HF_HUB_OFFLINE=1 it must already be in the cache under HF_HOME",
+            hint="check the id and the network (HF_TOKEN for gated models), or download the model elsewhere "
+            "and give its directory; with HF_HUB_OFFLINE=1 it must already be in the cache under HF_HOME",
         ) from error
 
 
@@ -59,7 +59,9 @@ def _is_complete(folder: Path) -> bool:
     """Whether config and weights are there; a partial snapshot is fetched again."""
     from tapeout.model_defs.hf_checkpoint import INDEX, SINGLE, open_checkpoint
 
-    if not (folder / "config.json").is_file() or not ((folder / SINGLE).is_file() or (folder / INDEX).is_file()):
+    if not (folder / "config.json").is_file() or not (
+        (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    ):
         return False
     try:
         open_checkpoint(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import copy
 from typing import TYPE_CHECKING, Any
 
 from tapeout.plugins.errors import UnsupportedError, UsageError
@@ -28,8 +28,6 @@ def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implemen
     Errors: UnsupportedError when HF's code cannot build the model from its config or leaves a
     buffer without a value.
     """
-    import copy
-
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -37,8 +35,7 @@ def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implemen
     kwargs: dict[str, Any] = {"dtype": _torch_dtype(dtype), "attn_implementation": attn_implementation}
     if source.trust_remote_code:
         kwargs["trust_remote_code"] = True
-        if not hasattr(type(config), "model_type") or not os.path.isdir(getattr(config, "name_or_path", "")):
-            config.name_or_path = source.hf_path  # where HF looks for the model's code
+        config.name_or_path = source.hf_path  # where HF looks for the model's code
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **kwargs)
@@ -49,6 +46,12 @@ def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implemen
         ) from error
     _fill_non_persistent_buffers(model)
     return model.eval()
+
+
+def expected_tensors(model: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Arguments for `check_checkpoint`: shapes of all persistent tensors, and the tied ones' sources."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return shapes, dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -80,7 +83,7 @@ def _fill_non_persistent_buffers(model: nn.Module) -> None:
             value = float("nan") if old.is_floating_point() else (False if old.dtype == torch.bool else -1)
             module._buffers[name] = torch.full(old.shape, value, dtype=old.dtype, device="cpu")
         with torch.no_grad():
-            model._init_weights(module)  # type: ignore[operator]
+            model._init_weights(module)
         for name in names:
             buffer = module._buffers[name]
             assert buffer is not None

@@ -11,7 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,19 @@ class FileTensor:
     start: int
     nbytes: int
 
+    def renamed(self, name: str) -> FileTensor:
+        """The same bytes under another name."""
+        return replace(self, info=replace(self.info, name=name))
+
+    def chunks(self) -> Iterator[bytes]:
+        """The tensor's bytes in pieces of at most 16 MiB."""
+        return read_range(self.path, self.start, self.nbytes)
+
     def read(self) -> np.ndarray:
         """The tensor in host memory; the file is closed again and nothing is mapped."""
         raw = np.empty(self.nbytes, dtype=np.uint8)
         done = 0
-        for chunk in read_range(self.path, self.start, self.nbytes):
+        for chunk in self.chunks():
             raw[done : done + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
             done += len(chunk)
         return raw.view(np.dtype(self.info.dtype)).reshape(self.info.shape)
@@ -142,7 +150,8 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> FileTens
         return f"data_offsets {offsets!r} is not a pair begin <= end"
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
-        return f"{entry['dtype']} {shape} needs {nbytes} bytes, data_offsets {offsets} span {offsets[1] - offsets[0]}"
+        spanned = offsets[1] - offsets[0]
+        return f"{entry['dtype']} {shape} needs {nbytes} bytes, data_offsets {offsets} span {spanned}"
     return FileTensor(TensorInfo(name, dtype.name, tuple(shape)), path, data_start + offsets[0], nbytes)
 
 

@@ -22,7 +22,9 @@ class TensorInfo:
 class Checkpoint(Protocol):
     """Random access to tensors by their HF module name (`model.layers.0...weight`)."""
 
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name, without reading any."""
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in host memory, in `tensors[name].dtype`; nothing is kept."""

@@ -32,15 +32,20 @@ NO_TOKENIZER = TokenizerParts(None, 0, None, None, None, None)
 
 # Strings that tell tokenizers apart: whitespace, digits, contractions, scripts, emoji, code, bytes.
 CORPUS = (
-    "", " ", "  ", "\n", "\n\n", "\t", " \n ", "a", " a", "a ", "Hello, world!", "hello   world", "  lead", "trail  ",
-    "don't I'll they've we're it's HE'S", "don’t", "0", "7 8 9", "123456789", "a1b22c333", "x   12   34", "3.14159",
-    "1,000,000", "v1.2.3-rc4", "٣٤٥ ४५६ ½ ² Ⅷ", "line one\nline two\r\nline three", "tab\tseparated\tvalues",
-    "def f(x):\n    return x ** 2  # square\n", "if (a<=b && c!=d) { e->f[0]++; }", "{\"key\": [1, 2, null]}",
-    "<html><body class='x'>&amp;</body></html>", "https://example.com/a?b=c&d=e#f", "user@example.org", "C:\\dir\\file",
-    "Grüße aus Köln", "naïve café résumé", "cafe\u0301 e\u0301", "Привет, мир", "你好，世界", "こんにちは世界", "안녕하세요 세계",
-    "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "🙂", "👩‍👩‍👧‍👦 🇩🇪 👍🏽", "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋", "\u00a0nbsp\u2003em",
-    "\u200bzero\ufeffwidth", "ALLCAPS MixedCase snake_case kebab-case", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "....!!!???",
-    "▁underscored▁ ▁", "<s> </s> <unk> <pad> [INST] <0x0A>", "\x00\x01\x7f", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 ﬁ ﬀ",
+    "", " ", "  ", "\n", "\n\n", "\t", " \n ", "a", " a", "a ", "Hello, world!",
+    "hello   world", "  lead", "trail  ", "don't I'll they've we're it's HE'S", "don’t",
+    "0", "7 8 9", "123456789", "a1b22c333", "x   12   34", "3.14159", "1,000,000",
+    "v1.2.3-rc4", "٣٤٥ ४५६ ½ ² Ⅷ", "line one\nline two\r\nline three",
+    "tab\tseparated\tvalues", "def f(x):\n    return x ** 2  # square\n",
+    "if (a<=b && c!=d) { e->f[0]++; }", "{\"key\": [1, 2, null]}",
+    "<html><body class='x'>&amp;</body></html>", "https://example.com/a?b=c&d=e#f",
+    "user@example.org", "C:\\dir\\file", "Grüße aus Köln", "naïve café résumé",
+    "cafe\u0301 e\u0301", "Привет, мир", "你好，世界", "こんにちは世界", "안녕하세요 세계",
+    "مرحبا بالعالم", "שלום עולם", "नमस्ते दुनिया", "สวัสดีชาวโลก", "🙂", "👩‍👩‍👧‍👦 🇩🇪 👍🏽",
+    "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋", "\u00a0nbsp\u2003em", "\u200bzero\ufeffwidth",
+    "ALLCAPS MixedCase snake_case kebab-case", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "....!!!???", "▁underscored▁ ▁", "<s> </s> <unk> <pad> [INST] <0x0A>",
+    "\x00\x01\x7f", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 ﬁ ﬀ",
 )  # fmt: skip
 
 
@@ -67,7 +72,9 @@ def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         special_tokens={
-            name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if not isinstance(token, list)
         },
     )
 
@@ -89,7 +96,7 @@ def _backend(tokenizer: Any) -> Tokenizer:
             backend = convert_slow_tokenizer(tokenizer)
         except Exception as error:  # converters fail in as many ways as there are tokenizers
             raise UnsupportedError(
-                f"{type(tokenizer).__name__} has no tokenizer.json and transformers cannot convert it: {error}",
+                f"{type(tokenizer).__name__} has no tokenizer.json and cannot be converted: {error}",
                 hint="a checkpoint that comes with tokenizer.json is needed",
             ) from error
     backend.no_padding()  # both are settings of the last call, not of the vocabulary
@@ -105,7 +112,9 @@ def prove_equal(tokenizer: Any, json_text: str) -> None:
             want = tokenizer(text, add_special_tokens=special, truncation=False, padding=False)["input_ids"]
             got = ours.encode(text, add_special_tokens=special).ids
             if got != list(want):
-                raise _mismatch(tokenizer, f"encodes {text!r} (add_special_tokens={special})", got, list(want))
+                raise _mismatch(
+                    tokenizer, f"encodes {text!r} (add_special_tokens={special})", got, list(want)
+                )
         want_text = tokenizer.decode(want, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         got_text = ours.decode(got, skip_special_tokens=False)
         if got_text != want_text:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from tapeout.model_defs.recipe_steps import ROWWISE, VIEWS, Step, mismatch, np_dtype, rowwise, view
 from tapeout.model_defs.source import TensorInfo
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 
@@ -32,31 +32,6 @@ CONST_PREFIX = "const:"
 CAST_DTYPES = ("float32", "bfloat16", "float16")
 #: Changes whenever the bytes a recipe produces change, so that shared weight files are told apart.
 RECIPE_VERSION = 1
-_BLOCK_BYTES = 8 << 20  # row-wise steps hold about this much beside source and result
-
-
-def np_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a dtype name; `bfloat16` and the float8 types come from ml_dtypes."""
-    extra = getattr(ml_dtypes, name, None)
-    try:
-        return np.dtype(extra) if extra is not None else np.dtype(name)
-    except TypeError:
-        raise UnsupportedError(f"dtype {name!r} is not supported for a weight") from None
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a recipe.
-
-    `concat` (all sources along dim `dim`), `transpose` (2-D), `slice` (dim, start, stop),
-    `cast` (dtype), `quantize_rows` (symmetric int8 per output row; `part` is `values` or `scales`).
-    """
-
-    name: str
-    args: tuple[tuple[str, Any], ...] = ()
-
-    def arg(self, key: str) -> Any:
-        return dict(self.args)[key]
 
 
 @dataclass(frozen=True)
@@ -93,10 +68,9 @@ class WeightRef:
         if len(refs) == 1:
             return first
         dim = _dim(first, dim)
-        rest = [r for r in refs if _without(r.shape, dim) != _without(first.shape, dim) or r.dtype != first.dtype]
-        if rest:
-            lines = "\n".join(f"  {r.text()}: {r.dtype}{list(r.shape)}" for r in (first, *rest))
-            raise UnsupportedError(f"tensors to concatenate along dim {dim} differ in dtype or shape:\n{lines}")
+        if len({(r.dtype, r.shape[:dim], r.shape[dim + 1 :]) for r in refs}) > 1:
+            lines = "\n".join(f"  {r.text()}: {r.dtype}{list(r.shape)}" for r in refs)
+            raise UnsupportedError(f"tensors to join along dim {dim} differ in dtype or shape:\n{lines}")
         shape = list(first.shape)
         shape[dim] = sum(r.shape[dim] for r in refs)
         return cls(tuple(refs), (Step("concat", (("dim", dim),)),), first.dtype, tuple(shape))
@@ -104,7 +78,8 @@ class WeightRef:
     def cast(self, dtype: str) -> WeightRef:
         """Round to nearest even. A cast of a concat becomes a concat of casts (less memory)."""
         if dtype not in CAST_DTYPES or self.dtype not in (*CAST_DTYPES, "float64"):
-            raise UnsupportedError(f"{self.text()}: cannot cast {self.dtype} to {dtype}; known: {', '.join(CAST_DTYPES)}")
+            known = ", ".join(CAST_DTYPES)
+            raise UnsupportedError(f"{self.text()}: cannot cast {self.dtype} to {dtype}; known: {known}")
         if dtype == self.dtype:
             return self
         if self._is_plain_concat():
@@ -139,7 +114,11 @@ class WeightRef:
         if self._is_plain_concat() and self.steps[0].arg("dim") == 0:
             return self.concat([r.quantize_rows(part) for r in self._refs()], 0)
         step = Step("quantize_rows", (("part", part),))
-        return self._then(step, "int8", self.shape) if part == "values" else self._then(step, "float32", self.shape[:-1])
+        return (
+            self._then(step, "int8", self.shape)
+            if part == "values"
+            else self._then(step, "float32", self.shape[:-1])
+        )
 
     def source_names(self) -> Iterator[str]:
         """Every checkpoint tensor and `const:` the recipe reads, in order."""
@@ -174,11 +153,9 @@ def _dim(ref: WeightRef, dim: int) -> int:
     return dim % len(ref.shape)
 
 
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
-
-
-def bind_checkpoint(weights: Mapping[str, WeightRef], tensors: Mapping[str, TensorInfo]) -> dict[str, WeightRef]:
+def bind_checkpoint(
+    weights: Mapping[str, WeightRef], tensors: Mapping[str, TensorInfo]
+) -> dict[str, WeightRef]:
     """Recipes over what the checkpoint really holds: casts are added where its dtype is not the graph's.
 
     The tracing knows weights by name, shape and the dtype of the build only. Raises TapeoutError
@@ -200,8 +177,10 @@ def bind_checkpoint(weights: Mapping[str, WeightRef], tensors: Mapping[str, Tens
     def bind(ref: WeightRef) -> WeightRef:
         sources = tuple(source(s, None if ref.steps else ref) for s in ref.sources)
         if ref.steps and ref.steps[0].name == "concat":  # names become refs, so that parts have sizes
-            sources = tuple(WeightRef.of(tensors[s]) if isinstance(s, str) and s in tensors else s for s in sources)
-        keeps_dtype = not any(s.name in _ROWWISE for s in ref.steps)
+            sources = tuple(
+                WeightRef.of(tensors[s]) if isinstance(s, str) and s in tensors else s for s in sources
+            )
+        keeps_dtype = all(s.name not in ROWWISE for s in ref.steps)
         cast = (Step("cast", (("dtype", ref.dtype),)),)
         if len(sources) == 1 and isinstance(sources[0], str):
             info = tensors.get(sources[0])
@@ -226,19 +205,19 @@ def recipe_digest(weights: Mapping[str, WeightRef], source_digest: str, read: Re
     Covers names, order, recipes, dtypes, shapes, the checkpoint's own digest and the bytes of
     constants, which no checkpoint holds (only `const:` sources are read).
     """
-    rows = [[name, ref.dtype, list(ref.shape), _shape_of_recipe(ref)] for name, ref in weights.items()]
+    rows = [[name, ref.dtype, list(ref.shape), _as_lists(ref)] for name, ref in weights.items()]
     digest = hashlib.sha256(json.dumps([RECIPE_VERSION, source_digest, rows]).encode())
     names = {s for ref in weights.values() for s in ref.source_names() if s.startswith(CONST_PREFIX)}
     for name in sorted(names):
         value = np.ascontiguousarray(read(name))
         digest.update(f"\0{name}\0{value.dtype.name}\0{value.shape}\0".encode())
-        digest.update(_bytes(value))
+        digest.update(value.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
-def _shape_of_recipe(ref: WeightRef) -> list[Any]:
+def _as_lists(ref: WeightRef) -> list[Any]:
     """The recipe as nested lists: unambiguous whatever characters names hold."""
-    sources = [s if isinstance(s, str) else [s.dtype, list(s.shape), _shape_of_recipe(s)] for s in ref.sources]
+    sources = [s if isinstance(s, str) else [s.dtype, list(s.shape), _as_lists(s)] for s in ref.sources]
     return [sources, [[s.name, [list(a) for a in s.args]] for s in ref.steps]]
 
 
@@ -251,15 +230,8 @@ def run_recipe(ref: WeightRef, read: Read) -> np.ndarray:
     """
     out = _execute(ref, read, None)
     if out.shape != ref.shape or out.dtype != np_dtype(ref.dtype):
-        raise _mismatch(ref.text(), out, ref.dtype, ref.shape)
+        raise mismatch(ref.text(), out, ref.dtype, ref.shape)
     return out if out.flags.c_contiguous else np.ascontiguousarray(out)
-
-
-def _mismatch(what: str, got: np.ndarray, dtype: str, shape: tuple[int, ...]) -> TapeoutError:
-    return TapeoutError(
-        f"weight {what} is {got.dtype.name}{list(got.shape)}, expected {dtype}{list(shape)}",
-        hint="the checkpoint does not match its config, or it changed during the build",
-    )
 
 
 def _execute(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
@@ -273,20 +245,20 @@ def _execute(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
     else:
         x = _source(ref.sources[0], read)
         if not steps and (x.shape != ref.shape or x.dtype != np_dtype(ref.dtype)):
-            raise _mismatch(ref.text(), x, ref.dtype, ref.shape)
+            raise mismatch(ref.text(), x, ref.dtype, ref.shape)
     while steps:
-        if steps[0].name in ("transpose", "slice"):
-            x, steps = _view(x, steps[0]), steps[1:]
+        if steps[0].name in VIEWS:
+            x, steps = view(x, steps[0]), steps[1:]
             continue
-        count = next((i for i, s in enumerate(steps) if s.name not in _ROWWISE), len(steps))
+        count = next((i for i, s in enumerate(steps) if s.name not in ROWWISE), len(steps))
         if count == 0:
             raise ValueError(f"{ref.text()}: unknown or misplaced step {steps[0].name!r}")
-        x = _rowwise(x, steps[:count], ref, out if count == len(steps) else None)
+        x = rowwise(x, steps[:count], ref.text(), out if count == len(steps) else None)
         steps = steps[count:]
     if out is None or x is out:
         return x
     if x.shape != out.shape or x.dtype != out.dtype:
-        raise _mismatch(ref.text(), x, out.dtype.name, out.shape)
+        raise mismatch(ref.text(), x, out.dtype.name, out.shape)
     np.copyto(out, x)
     return out
 
@@ -297,92 +269,22 @@ def _source(source: str | WeightRef, read: Read) -> np.ndarray:
 
 def _concat(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
     dim = int(ref.steps[0].arg("dim"))
-    if out is None and len(ref.steps) == 1:
-        out = np.empty(ref.shape, np_dtype(ref.dtype))
-    if out is None or any(isinstance(s, str) for s in ref.sources):
-        # Sizes of the parts are not written down, or other steps follow.
-        parts = [_source(s, read) for s in ref.sources]
-        joined = np.concatenate(parts, axis=dim)
+    refs = ref._refs()
+    if len(refs) < len(ref.sources):  # a bare name does not tell its size: the parts are held together
+        joined = np.concatenate([_source(s, read) for s in ref.sources], axis=dim)
         if out is None:
             return joined
         if joined.shape != out.shape or joined.dtype != out.dtype:
-            raise _mismatch(ref.text(), joined, out.dtype.name, out.shape)
+            raise mismatch(ref.text(), joined, out.dtype.name, out.shape)
         np.copyto(out, joined)
         return out
+    if out is None:
+        shape = list(refs[0].shape)
+        shape[dim] = sum(r.shape[dim] for r in refs)
+        out = np.empty(shape, np_dtype(refs[0].dtype))
     at = 0
-    for source in ref._refs():
+    for source in refs:
         stop = at + source.shape[dim]
         _execute(source, read, out[(slice(None),) * dim + (slice(at, stop),)])
         at = stop
     return out
-
-
-def _view(x: np.ndarray, step: Step) -> np.ndarray:
-    if step.name == "transpose":
-        return x.T
-    args = dict(step.args)
-    return x[(slice(None),) * args["dim"] + (slice(args["start"], args["stop"]),)]
-
-
-def _rowwise(x: np.ndarray, steps: Sequence[Step], ref: WeightRef, out: np.ndarray | None) -> np.ndarray:
-    """Casts and quantization in blocks of rows, so that no full-size intermediate exists."""
-    flat = x.reshape(-1) if x.ndim == 1 else x
-    rows = max(1, _BLOCK_BYTES // max(1, 4 * int(np.prod(x.shape[1:])) if x.ndim > 1 else 4))
-    if x.ndim == 0 or len(x) == 0:
-        return _block(x, steps, ref)
-    for start in range(0, len(flat), rows):
-        block = _block(flat[start : start + rows], steps, ref)
-        if out is None:
-            out = np.empty((len(x), *block.shape[1:]), block.dtype)
-        if out.shape[1:] != block.shape[1:] or len(out) != len(x) or out.dtype != block.dtype:
-            raise _mismatch(ref.text(), block, out.dtype.name, out.shape)
-        out[start : start + len(block)] = block
-    assert out is not None
-    return out
-
-
-def _block(block: np.ndarray, steps: Sequence[Step], ref: WeightRef) -> np.ndarray:
-    for step in steps:
-        block = _ROWWISE[step.name](block, step, ref)
-    return block
-
-
-def _cast(block: np.ndarray, step: Step, ref: WeightRef) -> np.ndarray:
-    dtype = str(step.arg("dtype"))
-    with np.errstate(over="ignore", invalid="ignore"):
-        result = block.astype(np_dtype(dtype))
-    if dtype == "float16" and not np.isfinite(result).all():
-        bad = block[~np.isfinite(result)].astype(np.float32)
-        raise TapeoutError(
-            f"weight {ref.text()}: {bad.size} values do not fit float16 (first {bad.flat[0]!s}, "
-            f"the largest float16 is 65504)",
-            hint="build with --dtype bfloat16 or float32",
-        )
-    return result
-
-
-def _quantize_rows(block: np.ndarray, step: Step, ref: WeightRef) -> np.ndarray:
-    x = block.astype(np.float32)
-    absmax = np.max(np.abs(x), axis=-1, initial=0.0)
-    if not np.isfinite(absmax).all():
-        raise TapeoutError(
-            f"weight {ref.text()}: rows with NaN or infinity cannot be quantized",
-            hint="build with --quantize none, or repair the checkpoint",
-        )
-    # Subnormal maxima would make the scale zero; such rows count as zeros.
-    scale = (absmax / np.float32(127)).astype(np.float32)
-    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(1), scale)
-    if step.arg("part") == "scales":
-        return scale
-    return np.clip(np.rint(x / scale[..., None]), -127, 127).astype(np.int8)
-
-
-_ROWWISE: Mapping[str, Callable[[np.ndarray, Step, WeightRef], np.ndarray]] = {
-    "cast": _cast,
-    "quantize_rows": _quantize_rows,
-}
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    """The bytes of a C-contiguous array (ml_dtypes arrays have no buffer protocol of their own)."""
-    return memoryview(array.reshape(-1).view(np.uint8))

@@ -1,0 +1,41 @@
+"""The lean half of tapeout: engine format, executors, KV cache, schedulers, sampling, `LLM`.
+
+    from tapeout.runtime import LLM, SamplingParams
+
+Names load when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tapeout.plugins.sample.params import SamplingParams
+    from tapeout.plugins.sample.result import Logprob
+    from tapeout.runtime.llm import LLM
+    from tapeout.runtime.output import CompletionOutput, RequestMetrics, RequestOutput
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "tapeout.runtime.llm",
+    "CompletionOutput": "tapeout.runtime.output",
+    "RequestMetrics": "tapeout.runtime.output",
+    "RequestOutput": "tapeout.runtime.output",
+    "SamplingParams": "tapeout.plugins.sample.params",
+    "Logprob": "tapeout.plugins.sample.result",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 62
 
 
 def available_host_bytes() -> int:
-    """The smaller of the kernel's MemAvailable and what the process's cgroup has left.
+    """The smaller of the kernel's MemAvailable and what the process's cgroups have left.
 
-    Page cache counts as available. Without /proc (not Linux) it is the free physical pages.
+    Page cache counts as available. Without /proc (not Linux) it is the physical memory.
     """
     return min(_mem_available(), _cgroup_left())
 
@@ -23,18 +24,16 @@ def _mem_available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    names = getattr(os, "sysconf_names", {})
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_left() -> int:
-    """Bytes left in the tightest cgroup (v2, or v1's memory controller); unlimited gives 2**62."""
-    left = 1 << 62
+    """Bytes left in the tightest cgroup (v2, or v1's memory controller)."""
     try:
         entries = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return left
+        return _UNLIMITED
+    left = _UNLIMITED
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
         if controllers == "":
@@ -44,11 +43,13 @@ def _cgroup_left() -> int:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        folder = root / path.lstrip("/")
-        for group in (folder, *folder.parents):
+        # Inside a container the path may not exist below the mount: walk up to what does.
+        group = root / path.lstrip("/")
+        while True:
             left = min(left, _group_left(group, *names))
-            if group == root:
+            if group == root or root not in group.parents:
                 break
+            group = group.parent
     return left
 
 
@@ -56,9 +57,9 @@ def _group_left(group: Path, limit_file: str, usage_file: str, cache_key: str) -
     try:
         limit = (group / limit_file).read_text().strip()
         if limit == "max":
-            return 1 << 62
+            return _UNLIMITED
         used = int((group / usage_file).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return max(int(limit) - used + int(stat.get(cache_key, 0)), 0)
     except (OSError, ValueError):
-        return 1 << 62
+        return _UNLIMITED

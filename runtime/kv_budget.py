@@ -33,7 +33,7 @@ class KvBudget:
 
     def describe(self) -> str:
         """One log line."""
-        others = ", ".join(f"{name} {pages}" for name, pages in self.candidates.items() if name != self.winner)
+        others = ", ".join(f"{name} {n}" for name, n in self.candidates.items() if name != self.winner)
         return (
             f"KV cache: {self.num_pages} pages = {self.tokens} tokens, {self.bytes / 2**20:.1f} MiB; "
             f"set by {self.winner} (others allow, in pages: {others or 'none given'})"
@@ -68,7 +68,9 @@ def plan_kv_pool(
             f"{limits.tokens_per_page} tokens"
         )
     if kv_cache_bytes is not None and kv_cache_bytes < page_bytes:
-        problems.append(f"kv_cache_bytes = {kv_cache_bytes!r}, expected at least one page of {page_bytes} bytes")
+        problems.append(
+            f"kv_cache_bytes = {kv_cache_bytes!r}, expected at least one page of {page_bytes} bytes"
+        )
     if problems:
         raise UsageError(
             "invalid KV cache options:\n" + "\n".join(f"  {p}" for p in problems),

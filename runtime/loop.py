@@ -21,7 +21,7 @@ from tapeout.runtime.packing import pack_step
 from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Waiting
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, StepPlan
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
-from tapeout.runtime.step import Executor, StepHandle, StepResult
+from tapeout.runtime.step import Executor, Logprob, StepHandle, StepResult
 
 logger = logging.getLogger("tapeout")
 
@@ -122,6 +122,13 @@ class EngineLoop:
         self._finish(request, Finish(FinishReason.ABORT, stop_reason))
         return True
 
+    def abort_all(self) -> None:
+        """End every request and wait for the executor, so that it can be closed."""
+        for request_id in [*self._waiting, *self._running]:
+            self.abort(request_id)
+        while self._in_flight:
+            self._read(self._in_flight[0])
+
     def stats(self) -> LoopStats:
         pool = self.kv_cache.pool
         return LoopStats(
@@ -215,17 +222,19 @@ class EngineLoop:
             elif not finite[index]:
                 self._fail(request, f"the model's logits are not finite at position {row.start}")
             else:
-                self._take_token(request, token_ids[index], result, index, now)
+                self._take_token(request, token_ids[index], result.logprobs[index], now)
             index += 1
 
-    def _take_token(self, request: Request, token_id: int, result: StepResult, index: int, now: float) -> None:
+    def _take_token(
+        self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
+    ) -> None:
         request.output_tokens += 1
         self._counts["generation_tokens"] += 1
         if request.times.first_token is None:
             request.times.first_token = now
         finish = _ended_by_id(request, token_id)
         try:
-            stop = request.sink.on_token(token_id, result.logprobs[index], finish is not None)
+            stop = request.sink.on_token(token_id, logprobs, finish is not None)
         except Exception as error:
             # One request's text must not take down the others.
             logger.exception("request %s: its output failed", request.request_id)

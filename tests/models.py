@@ -22,8 +22,16 @@ BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{{ bos_token }}{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+TRAINING_TEXT = (
+    "the cat sat on the mat and the dog ran to the other end of the garden",
+    "there is nothing in this sentence that the other sentences do not have",
+    "when the engine is built the weights are written and the run can start",
+    "an answer is a list of tokens and a token is a part of a word or a space",
 )
 
 # What a 2-layer model needs beyond the shared shape so that its family's features are exercised.
@@ -37,7 +45,12 @@ FAMILY_CONFIG: dict[str, dict[str, Any]] = {
 
 
 def make_tiny(
-    model_type: str, path: str | os.PathLike[str], *, seed: int = 0, dtype: str = "float32", **config_overrides: Any
+    model_type: str,
+    path: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    **config_overrides: Any,
 ) -> Path:
     """Write a tiny random checkpoint of `model_type` to `path` (created or replaced) and return it.
 
@@ -128,7 +141,6 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    text = Path(__file__).read_text(encoding="utf-8")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -138,7 +150,7 @@ def write_tokenizer(folder: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(text.splitlines(), trainer)
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", BOS)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
-from tapeout.compiler.graph import Graph, dtype
+from tapeout.compiler.graph import Graph, aten, dtype
 from tapeout.compiler.match import Pattern, example, find, make_pattern
 from tapeout.plugins.rms_norm.decomposition import VARIANTS
 
@@ -20,10 +21,19 @@ def fuse_rms_norm(graph: Graph) -> int:
             if graph.weight_name(weight) is None:
                 continue
             (out,) = match.outputs
-            args = (x, weight, float(match.literals["eps"]), offset, cast_first)
-            out.replace_all_uses_with(graph.call(out, torch.ops.tapeout.rms_norm.default, *args))
+            out.replace_all_uses_with(
+                _norm(graph, out, x, weight, float(match.literals["eps"]), offset, cast_first)
+            )
             count += 1
     return count
+
+
+def _norm(graph: Graph, out: fx.Node, x: fx.Node, *attrs: object) -> fx.Node:
+    """The fused op; on [1, H, T, D] it moves in front of the transpose, where rows lead."""
+    if x.target is aten.transpose.int and tuple(x.args[1:]) == (1, 2):
+        norm = graph.call(out, torch.ops.tapeout.rms_norm.default, x.args[0], *attrs)
+        return graph.call(out, aten.transpose.int, norm, 1, 2)
+    return graph.call(out, torch.ops.tapeout.rms_norm.default, x, *attrs)
 
 
 def _model_dtype(graph: Graph) -> torch.dtype:

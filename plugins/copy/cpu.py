@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from tapeout.plugins.aten import AtenTactic
+from tapeout.plugins.cpu import CpuTactic
+from tapeout.plugins.native.gather import NativeCopy
 
-TACTICS = (AtenTactic("copy", batch_invariant=True),)
+TACTICS: tuple[CpuTactic, ...] = (AtenTactic("copy", batch_invariant=True), NativeCopy())

@@ -8,6 +8,7 @@ import torch
 
 from tapeout.plugins.cpu import BoundCall, CpuTactic
 from tapeout.plugins.linear_int8.reference import quantize_rows
+from tapeout.plugins.native.tactic import NativeTactic, dtype_code
 
 
 class AtenLinearInt8(CpuTactic):
@@ -30,4 +31,18 @@ class AtenLinearInt8(CpuTactic):
         return run
 
 
-TACTICS: tuple[CpuTactic, ...] = (AtenLinearInt8(),)
+class NativeLinearInt8(NativeTactic):
+    """C kernel that streams the weights once for few rows; see linear_int8.c."""
+
+    op = "linear_int8"
+
+    def bind(self, call: BoundCall) -> Callable[[], None]:
+        (x,), (out,) = call.inputs, call.outputs
+        weight, scale, bias = (*call.weights, None)[:3]
+        return self.library(call).bind(
+            "linear_int8", x, x.stride(0), weight, weight.stride(0), scale, bias, out, out.stride(0),
+            x.shape[0], weight.shape[0], weight.shape[1], dtype_code(x),
+        )  # fmt: skip
+
+
+TACTICS: tuple[CpuTactic, ...] = (AtenLinearInt8(), NativeLinearInt8())

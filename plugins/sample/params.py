@@ -143,10 +143,10 @@ class SamplingParams:
             UsageError: unknown override, or a value out of range.
         """
         known = {f.name for f in fields(cls)}
-        unknown = [name for name in overrides if name not in known]
+        unknown = [_nearest(name, known) for name in overrides if name not in known]
         if unknown:
             raise UsageError(
-                "unknown sampling parameters:\n" + "\n".join(f"  {_nearest(name, known)}" for name in unknown),
+                "unknown sampling parameters:\n" + "\n".join(f"  {name}" for name in unknown),
                 hint=f"known ones: {', '.join(sorted(known))}",
             )
         values = {
@@ -157,10 +157,9 @@ class SamplingParams:
         if not generation.get("do_sample"):
             values["temperature"] = 0.0
         values |= {name: value for name, value in overrides.items() if value is not None}
-        if "max_tokens" in overrides and overrides["max_tokens"] is not None:
+        if isinstance(most := overrides.get("max_tokens"), int) and overrides.get("min_tokens") is None:
             # The model's own minimum must not make the caller's smaller maximum invalid.
-            if "min_tokens" not in overrides and isinstance(overrides["max_tokens"], int):
-                values["min_tokens"] = min(values.get("min_tokens", 0), overrides["max_tokens"])
+            values["min_tokens"] = min(values.get("min_tokens", 0), most)
         _warn_unsupported(generation)
         return cls(**values)
 
@@ -191,6 +190,10 @@ def _nearest(name: str, known: set[str]) -> str:
     return f"{name} (did you mean {close[0]}?)" if close else name
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 class _Checks:
     """Collects problems and normal forms of one SamplingParams."""
 
@@ -206,14 +209,15 @@ class _Checks:
         value = getattr(self.params, name)
         if value is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, Integral) or not valid(int(value)):
+        if not _is_integer(value) or not valid(int(value)):
             self._expected(name, f"an integer {expected}")
         else:
             self.normal[name] = 0 if name == "top_k" and value == -1 else int(value)
 
     def number(self, name: str, expected: str, valid: Callable[[float], bool]) -> None:
         value = getattr(self.params, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not valid(value):
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(value) and valid(value)):
             self._expected(name, expected)
         else:
             self.normal[name] = float(value)
@@ -233,10 +237,7 @@ class _Checks:
     def stop_ids(self) -> None:
         value: Any = self.params.stop_token_ids
         ids = () if value is None else value
-        ok = isinstance(ids, (list, tuple)) and all(
-            isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in ids
-        )
-        if not ok:
+        if not isinstance(ids, (list, tuple)) or not all(_is_integer(i) and i >= 0 for i in ids):
             self._expected("stop_token_ids", "a list of token ids >= 0")
         else:
             self.normal["stop_token_ids"] = tuple(dict.fromkeys(int(i) for i in ids))

@@ -36,16 +36,19 @@ def decode(cls: type[D], data: Any, where: str) -> D:
     """Rebuild dataclass `cls`; `where` names it in errors. Raises EngineCorruptError."""
     if not isinstance(data, Mapping):
         raise _bad(where, f"an object for {cls.__name__}", data)
-    hints = _hints(cls)
+    kind: Any = cls
+    hints = _hints(kind)
     missing, unknown = hints.keys() - data.keys(), data.keys() - hints.keys()
     if missing or unknown:
-        parts = [f"missing {sorted(missing)}"] * bool(missing) + [f"unknown {sorted(unknown)}"] * bool(unknown)
+        parts = [f"missing {sorted(missing)}"] * bool(missing) + [f"unknown {sorted(unknown)}"] * bool(
+            unknown
+        )
         raise EngineCorruptError(f"{where}: keys do not match {cls.__name__}: {', '.join(parts)}")
     return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in hints.items()})
 
 
 @lru_cache(maxsize=64)
-def _hints(cls: type[Any]) -> Mapping[str, Any]:
+def _hints(cls: Any) -> Mapping[str, Any]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
@@ -84,4 +87,6 @@ def _union(members: tuple[Any, ...], data: Any, where: str) -> Any:
 
 def _bad(where: str, expected: str, data: Any) -> EngineCorruptError:
     text = repr(data)
-    return EngineCorruptError(f"{where}: expected {expected}, got {text if len(text) < 80 else text[:77] + '...'}")
+    return EngineCorruptError(
+        f"{where}: expected {expected}, got {text if len(text) < 80 else text[:77] + '...'}"
+    )

@@ -86,7 +86,10 @@ class Layout:
     def weight_region(self) -> tuple[int, int]:
         """File offsets of all weights with the padding between them; empty without weights."""
         begin = len(self.header)
-        return begin, max((e.end for e in self.entries.values() if e.name.startswith(("weights/", "padding/"))), default=begin)
+        return begin, max(
+            (e.end for e in self.section("weights")),
+            default=begin,
+        )
 
     @property
     def hashed(self) -> list[Entry]:
@@ -129,7 +132,8 @@ def plan_layout(
     chunks = -(-at // CHUNK_BYTES)
     order = {"kernels": 0, "text": 1}
     rest: list[tuple[str, str, tuple[int, ...]]] = [
-        (name, "uint8", (size,)) for name, size in sorted(blobs.items(), key=lambda b: (order[b[0].split("/")[0]], b[0]))
+        (name, "uint8", (size,))
+        for name, size in sorted(blobs.items(), key=lambda b: (order[b[0].split("/")[0]], b[0]))
     ]
     rest += [
         ("integrity/chunks", "uint64", (chunks,)),
@@ -145,7 +149,9 @@ def plan_layout(
     return Layout(header, entries, base + at)
 
 
-def _header(kind: str, metadata: Mapping[str, str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+def _header(
+    kind: str, metadata: Mapping[str, str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
+) -> bytes:
     table: dict[str, Any] = {
         "__metadata__": {"format": FORMAT, "kind": kind, "format_version": str(FORMAT_VERSION), **metadata}
     }
@@ -174,7 +180,9 @@ def parse_entries(header: bytes, table: Mapping[str, Any], file_bytes: int, wher
             if any(type(n) is not int or n < 0 for n in (*shape, begin, end)) or set(spec) != _ENTRY_KEYS:
                 raise ValueError(f"{name} is not a tensor entry")
             if begin != at or end - begin != math.prod(shape) * item:
-                raise ValueError(f"{name} has offsets [{begin}, {end}) where {at} was expected for {spec['shape']}")
+                raise ValueError(
+                    f"{name} has offsets [{begin}, {end}) where {at} was expected for {spec['shape']}"
+                )
             entries[name] = Entry(name, dtype, shape, base + begin, base + end)
             at = end
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -37,7 +37,7 @@ class WeightChecksums:
         """Bytes in file order; any split gives the same result."""
         view = memoryview(data)
         self._sha.update(view)
-        while len(view):
+        while view:
             part = view[: CHUNK_BYTES - self._in_chunk]
             self._chunk.update(part)
             self._in_chunk += len(part)
@@ -61,7 +61,12 @@ def integrity_section(
     header: bytes, chunks: bytes, weights_sha: bytes, shared_seal: bytes, hashed: list[bytes]
 ) -> tuple[bytes, bytes]:
     """The bytes of the three integrity tensors, and the seal alone."""
-    rows = [hashlib.sha256(header).digest(), weights_sha, shared_seal, *(hashlib.sha256(b).digest() for b in hashed)]
+    rows = [
+        hashlib.sha256(header).digest(),
+        weights_sha,
+        shared_seal,
+        *(hashlib.sha256(b).digest() for b in hashed),
+    ]
     table = chunks + b"".join(rows)
     seal = hashlib.sha256(table).digest()
     return table + seal, seal
@@ -75,7 +80,11 @@ class Verifier:
         names = ("integrity/chunks", "integrity/sha256", "integrity/seal")
         entries = [layout.entries.get(name) for name in names]
         begin, end = layout.weight_region
-        expected = [-(-(end - begin) // CHUNK_BYTES) * 8, (FIXED_ROWS + len(layout.hashed)) * SHA_BYTES, SHA_BYTES]
+        expected = [
+            -(-(end - begin) // CHUNK_BYTES) * 8,
+            (FIXED_ROWS + len(layout.hashed)) * SHA_BYTES,
+            SHA_BYTES,
+        ]
         if [e and e.size_bytes for e in entries] != expected or list(layout.entries)[-3:] != list(names):
             raise EngineCorruptError(f"{where}: the checksum section is damaged", hint=_HINT)
         self._chunks, self._rows, self.seal = (bytes(self._read(e.begin, e.size_bytes)) for e in entries if e)
@@ -90,7 +99,9 @@ class Verifier:
     def check_blobs(self) -> None:
         """Kernels and texts."""
         for i, entry in enumerate(self._layout.hashed):
-            if hashlib.sha256(self._read(entry.begin, entry.size_bytes)).digest() != self._row(FIXED_ROWS + i):
+            if hashlib.sha256(self._read(entry.begin, entry.size_bytes)).digest() != self._row(
+                FIXED_ROWS + i
+            ):
                 raise self._corrupt(entry.name)
 
     def check_weights(self, *, full: bool = False) -> None:
@@ -119,7 +130,9 @@ class Verifier:
     def _read(self, at: int, size: int) -> bytes | memoryview:
         data = self._read_at(at, size)
         if len(data) != size:
-            raise EngineCorruptError(f"{self._where} is truncated: no {size} bytes at offset {at}", hint=_HINT)
+            raise EngineCorruptError(
+                f"{self._where} is truncated: no {size} bytes at offset {at}", hint=_HINT
+            )
         return data
 
     def _weights_in(self, begin: int, end: int) -> str:

@@ -50,13 +50,18 @@ def program_problems(program: Program, limits: Limits, weights: Mapping[str, Pro
         where = f"record {i} ({record.op})"
         problems += [f"{where}: {p}" for p in _record_problems(record, program, buffers, rows, weights)]
     problems += [f"logits: {p}" for p in _view_problems(program.logits, buffers, rows, output=True)]
-    for key, ranges in program.tactics.items():
-        ends = [r.max_rows for r in ranges]
-        symbol = next((t.shape[0] for t in program.signatures[key].outputs), 0) if key in program.signatures else 0
-        limit = rows.get(symbol, 0) if isinstance(symbol, str) else 0
-        if not ends or ends != sorted(set(ends)) or ends[-1] < limit:
-            problems.append(f"tactics of {key}: ranges end at {ends}, expected ascending up to {limit} rows")
+    for key in program.tactics:
+        problems += _tactic_problems(key, program, rows)
     return problems
+
+
+def _tactic_problems(key: str, program: Program, rows: Mapping[str, int]) -> Iterator[str]:
+    ends = [r.max_rows for r in program.tactics[key]]
+    signature = program.signatures.get(key)
+    dims = [d for t in signature.outputs for d in t.shape] if signature else []
+    limit = next((rows.get(d, 0) for d in dims if isinstance(d, str)), 1)
+    if not ends or ends != sorted(set(ends)) or ends[-1] < limit:
+        yield f"tactics of {key}: ranges end at {ends}, expected ascending up to {limit} rows"
 
 
 def _arena_problems(program: Program) -> Iterator[str]:
@@ -91,7 +96,7 @@ def _overlap_problems(program: Program, buffers: Mapping[str, Buffer]) -> Iterat
             if b.offset_bytes >= a.offset_bytes + a.size_bytes:
                 break
             if b.size_bytes and span_a[0] <= span_b[1] and span_b[0] <= span_a[1]:
-                yield f"buffers {a.name} and {b.name} share bytes while both are alive (records {span_a} and {span_b})"
+                yield f"buffers {a.name} and {b.name} share bytes, alive in records {span_a} and {span_b}"
 
 
 def _record_problems(
@@ -115,10 +120,12 @@ def _record_problems(
     present = [w for w in record.weights if w in weights]
     for name, type_ in zip(present, signature.weights, strict=False):
         if (weights[name].dtype, weights[name].shape) != (type_.dtype, type_.shape):
-            yield f"weight {name} is {weights[name].dtype}{list(weights[name].shape)}, its signature says {type_}"
+            yield f"weight {name} is {weights[name]}, its signature says {type_}"
 
 
-def _view_problems(view: View, buffers: Mapping[str, Buffer], rows: Mapping[str, int], *, output: bool) -> Iterator[str]:
+def _view_problems(
+    view: View, buffers: Mapping[str, Buffer], rows: Mapping[str, int], *, output: bool
+) -> Iterator[str]:
     if view.dtype not in DTYPES or len(view.shape) != len(view.strides):
         yield f"view of {view.buffer} is malformed: {view}"
         return

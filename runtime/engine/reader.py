@@ -26,6 +26,9 @@ from tapeout.runtime.engine.integrity import Verifier
 from tapeout.runtime.engine.manifest import FORMAT_VERSION, Manifest
 from tapeout.runtime.engine.program import Program
 
+_WRONG_FILE = "pass the file that `tapeout build -o FILE` wrote"
+_DAMAGED = "copy or build the engine again"
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -99,7 +102,9 @@ class MappedFile:
 class Engine:
     """An open engine. Use `open_engine`; close it, or use it as a context manager."""
 
-    def __init__(self, file: MappedFile, weights_file: MappedFile | None, manifest: Manifest, program: Program) -> None:
+    def __init__(
+        self, file: MappedFile, weights_file: MappedFile | None, manifest: Manifest, program: Program
+    ) -> None:
         self.path = file.path
         self.manifest = manifest
         self.program = program
@@ -136,7 +141,12 @@ class Engine:
     def weight(self, name: str) -> WeightData:
         """A weight's bytes, not copied. KeyError when there is none of that name."""
         info = self.weights[name]
-        return WeightData(name, info.dtype, info.shape, self._weights.bytes_of(self._weights.layout.entries[f"weights/{name}"]))
+        return WeightData(
+            name,
+            info.dtype,
+            info.shape,
+            self._weights.bytes_of(self._weights.layout.entries[f"weights/{name}"]),
+        )
 
     def release_weight(self, name: str) -> None:
         """Let the system take the weight's memory back; it is read again from the file when used."""
@@ -154,7 +164,11 @@ class Engine:
     def sizes(self) -> dict[str, int]:
         """Bytes by section, `shared_weights` (the sibling file, 0 when embedded) and `total`."""
         shared = 0 if self._weights is self._file else self._weights.file_bytes
-        return {**self._file.layout.sizes(), "shared_weights": shared, "total": self._file.file_bytes + shared}
+        return {
+            **self._file.layout.sizes(),
+            "shared_weights": shared,
+            "total": self._file.file_bytes + shared,
+        }
 
     def verify_all(self) -> None:
         """Read every byte again and compare all checksums, SHA-256 of the weights included."""
@@ -170,7 +184,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def _names(self, section: str) -> tuple[str, ...]:
@@ -212,11 +228,13 @@ def open_weights_file(path: Path) -> MappedFile:
 
 
 def _check_path(path: Path) -> None:
-    hint = "pass the file that `tapeout build -o FILE` wrote"
+    hint = _WRONG_FILE
     if path.is_dir():
         raise UsageError(f"{path} is a directory, expected an engine file", hint=hint)
     if not path.is_file():
-        raise UsageError(f"engine {path} does not exist" if not path.exists() else f"{path} is not a file", hint=hint)
+        raise UsageError(
+            f"engine {path} does not exist" if not path.exists() else f"{path} is not a file", hint=hint
+        )
 
 
 def _open_file(path: Path, kind: str) -> MappedFile:
@@ -263,7 +281,7 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
         if ours:
             raise EngineCorruptError(
                 f"{where} is truncated: {file_bytes} bytes, its header alone has {length}",
-                hint="copy or build the engine again",
+                hint=_DAMAGED,
             )
         raise _no_engine(where, "it is not a safetensors file")
     header = os.pread(fd, 8 + length, 0)
@@ -273,7 +291,7 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
         foreign = metadata.get("format") != FORMAT
     except (KeyError, TypeError, ValueError, RecursionError):
         if ours:
-            raise EngineCorruptError(f"{where}: the header is damaged", hint="copy or build the engine again") from None
+            raise EngineCorruptError(f"{where}: the header is damaged", hint=_DAMAGED) from None
         raise _no_engine(where, "its header holds no metadata of ours") from None
     if foreign:
         raise _no_engine(where, f"it is a safetensors file of format {metadata.get('format')!r}")
@@ -289,7 +307,7 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
 
 
 def _no_engine(where: str, why: str) -> EngineCorruptError:
-    return EngineCorruptError(f"{where} is not a tapeout engine: {why}", hint="pass the file that `tapeout build -o FILE` wrote")
+    return EngineCorruptError(f"{where} is not a tapeout engine: {why}", hint=_WRONG_FILE)
 
 
 def _other_version(where: str, found: str) -> EngineIncompatibleError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from tapeout.runtime.kv_cache import pages_for
 from tapeout.runtime.scheduler.request import Request
 
 
-class CapacityPolicy(str, Enum):
+class CapacityPolicy(StrEnum):
     """How admission treats the pages a request may come to need."""
 
     #: Admit when the worst case fits: no running request is ever evicted or paused.
@@ -30,7 +30,7 @@ class Admission:
         return f"admitted: worst case {self.pages} of {self.uncommitted_pages} uncommitted pages"
 
 
-class WaitCause(str, Enum):
+class WaitCause(StrEnum):
     SLOTS = "max_batch_size"
     PAGES = "kv_cache_pages"
 

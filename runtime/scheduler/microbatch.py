@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from tapeout.runtime.scheduler.request import Request
 
 
-class Reason(str, Enum):
+class Reason(StrEnum):
     """Why a running request got the rows it got."""
 
     LAST_CHUNK = "context: the rest of the prompt"
@@ -92,9 +92,9 @@ class MicroBatchScheduler:
         room = self.max_num_tokens - self._reserved(context, generation)
         if len(generation) > room:
             turn = sorted(generation, key=lambda r: r.last_step)  # stable: ties by admission
-            waiting = {r.request_id for r in turn[room:]}
-            skipped += [Skipped(r.request_id, Reason.NO_BUDGET) for r in generation if r.request_id in waiting]
-            generation = [r for r in generation if r.request_id not in waiting]
+            later = {r.request_id for r in turn[room:]}
+            skipped += [Skipped(r.request_id, Reason.NO_BUDGET) for r in turn[room:]]
+            generation = [r for r in generation if r.request_id not in later]
         rows = tuple(
             Scheduled(r.request_id, r.slot, r.cached_tokens, 1, True, Reason.GENERATION) for r in generation
         )

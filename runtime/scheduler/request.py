@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended; the values are what users see."""
 
     STOP = "stop"

@@ -77,7 +77,7 @@ class ChatTemplate:
             ) from error
 
 
-def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Copies of the messages with text parts joined; UsageError names every malformed one."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise UsageError(
@@ -117,7 +117,7 @@ def _environment() -> jinja2.Environment:
     class GenerationTag(Extension):
         """`{% generation %}` marks assistant text for training; here it is transparent."""
 
-        tags = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
         def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
             line = next(parser.stream).lineno

@@ -71,9 +71,8 @@ class Detokenizer:
         self._text = self._decode(self._ids)
 
     def _shorten(self) -> None:
-        """Bound the work where nothing becomes certain (an endless run of invalid bytes)."""
-        del self._ids[: -_MOST_PARTIAL - 1]
-        self._boundary = 0
+        """Bound the work where the text is not whole or not visible for long (invalid bytes)."""
+        del self._ids[self._boundary : -_MOST_PARTIAL - 1]
         self._text = self._decode(self._ids)
         self._given = _without_partial(self._text)
 

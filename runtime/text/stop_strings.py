@@ -32,11 +32,7 @@ class StopStrings:
         text, self._held = self._held + piece, ""
         if not self._stop or not active:
             return text
-        found = [
-            (start + len(stop), start, stop)
-            for stop in self._stop
-            if (start := text.find(stop)) >= 0
-        ]
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
             end, start, self.matched = min(found)
             return text[: end if self._include else start]

@@ -16,7 +16,8 @@ from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.executors.cpu.replay import Replay
 from tapeout.runtime.executors.cpu.step_state import StepWriter, allocate_step_state
 from tapeout.runtime.executors.cpu.weight_store import WeightStore
-from tapeout.runtime.executors.memory import BudgetLine, available_host_bytes, budget_error, check_budget
+from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
+from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.step import StepInputs, StepResult
 
 R = TypeVar("R")
@@ -32,7 +33,13 @@ class CpuExecutor:
     """
 
     def __init__(
-        self, engine: Engine, *, num_pages: int, threads: int | None, release_weights: bool = False, max_buckets: int = 64
+        self,
+        engine: Engine,
+        *,
+        num_pages: int,
+        threads: int | None,
+        release_weights: bool = False,
+        max_buckets: int = 64,
     ) -> None:
         manifest = engine.manifest
         self.limits = manifest.limits
@@ -42,10 +49,6 @@ class CpuExecutor:
         _check_options(num_pages, threads, max_buckets)
         self._allocate(engine, num_pages)
         self._writer = StepWriter(self._state, self.limits, self._vocab_size)
-        self._weights = WeightStore(engine, release=release_weights)
-        self._replay = Replay(
-            engine.program, self._arena, self._state, self._weights, _load_kernels(engine), max_buckets
-        )
         facts = manifest.tokenizer
         self._sampler = Sampler(
             self.limits.max_batch_size,
@@ -56,13 +59,22 @@ class CpuExecutor:
         self._last_ids = np.full(self.limits.max_batch_size, NO_TOKEN, np.int32)
         self._refused: dict[int, Exception] = {}  # slots whose admission failed
         self._closed = False
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tapeout-cpu", initializer=_set_threads, initargs=(threads,))
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tapeout-cpu")
+        try:
+            self._on_worker(lambda: self._load(threads, max_buckets, release_weights)).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, threads: int | None, max_buckets: int, release_weights: bool) -> None:
+        # On the worker: thread counts belong to the thread that computes.
+        if threads is not None:
+            torch.set_num_threads(threads)
+        weights = WeightStore(self._engine, release=release_weights)
+        kernels = _load_kernels(self._engine)
+        self._replay = Replay(self._engine.program, self._arena, self._state, weights, kernels, max_buckets)
         if not release_weights:
-            try:
-                self._on_worker(self._replay.prepare_weights).result()
-            except BaseException:
-                self.close()
-                raise
+            self._replay.prepare_weights()
 
     def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
         """Bind a slot to a new request. A failure surfaces from the slot's next step."""
@@ -96,7 +108,8 @@ class CpuExecutor:
             return
         self._closed = True
         self._worker.shutdown(wait=True)
-        del self._replay, self._weights, self._writer, self._state, self._arena
+        for name in ("_replay", "_writer", "_state", "_arena"):
+            self.__dict__.pop(name, None)
 
     def _step(self, inputs: StepInputs) -> StepResult:
         try:
@@ -150,10 +163,13 @@ def _budget(engine: Engine, num_pages: int) -> list[BudgetLine]:
     tokens = manifest.limits.tokens_per_page
     weights = sum(w.size_bytes for w in engine.weights.values())
     kv_bytes = num_pages * manifest.kv_cache.page_bytes(tokens)
+    arena = engine.program.arena_bytes
+    pool = f"kv cache ({num_pages} pages of {tokens} tokens)"
+    mapped = "weights (mapped from the file)"
     return [
-        BudgetLine("weights (mapped from the file)", weights, "build with a smaller --dtype or --quantize", counted=False),
-        BudgetLine("arena", engine.program.arena_bytes, "build with a lower --max-num-tokens or --max-batch-size"),
-        BudgetLine(f"kv cache ({num_pages} pages of {tokens} tokens)", kv_bytes, "give the KV cache fewer tokens or bytes"),
+        BudgetLine(mapped, weights, "build with a smaller --dtype or --quantize", counted=False),
+        BudgetLine("arena", arena, "build with a lower --max-num-tokens or --max-batch-size"),
+        BudgetLine(pool, kv_bytes, "give the KV cache fewer tokens or bytes"),
     ]
 
 
@@ -170,11 +186,6 @@ def _check_options(num_pages: int, threads: int | None, max_buckets: int) -> Non
 def _load_kernels(engine: Engine) -> Any:
     if NATIVE_KERNELS not in engine.kernel_names:
         return None
-    from tapeout.plugins.native import load_native
+    from tapeout.plugins.native.library import load_native
 
     return load_native(engine.kernel(NATIVE_KERNELS))
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)

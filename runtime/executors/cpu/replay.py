@@ -29,7 +29,13 @@ class Replay:
     """Chooses tactics, binds buckets and keeps the `max_buckets` used last."""
 
     def __init__(
-        self, program: Program, arena: torch.Tensor, step: StepState, weights: WeightStore, kernels: Any, max_buckets: int
+        self,
+        program: Program,
+        arena: torch.Tensor,
+        step: StepState,
+        weights: WeightStore,
+        kernels: Any,
+        max_buckets: int,
     ) -> None:
         self._program, self._arena, self._step = program, arena, step
         self._weights, self._kernels, self._max_buckets = weights, kernels, max_buckets

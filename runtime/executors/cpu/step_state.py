@@ -95,15 +95,16 @@ class StepWriter:
         return problems or self._value_problems(inputs, token_ids)
 
     def _value_problems(self, inputs: StepInputs, token_ids: np.ndarray) -> list[str]:
-        limits, t = self._limits, len(token_ids)
+        limits, vocab, t = self._limits, self._vocab_size, len(token_ids)
         lengths = np.diff(inputs.cu_q)
         needed = -(-inputs.kv_lens // limits.tokens_per_page)
         width = inputs.page_table.shape[1]
         used = inputs.page_table[np.arange(width)[None, :] < needed[:, None]]
+        offsets_fine = inputs.cu_q[0] == 0 and inputs.cu_q[-1] == t and lengths.min() > 0
         rules = [
-            (_within(token_ids, self._vocab_size), f"token ids outside [0, {self._vocab_size}), or a slot without one"),
+            (_within(token_ids, vocab), f"token ids outside [0, {vocab}), or a slot without one"),
             (_within(inputs.positions, limits.max_seq_len), f"positions outside [0, {limits.max_seq_len})"),
-            (inputs.cu_q[0] == 0 and inputs.cu_q[-1] == t and lengths.min() > 0, f"row offsets {inputs.cu_q.tolist()}"),
+            (offsets_fine, f"row offsets {inputs.cu_q.tolist()} for {t} rows"),
             (bool((inputs.kv_lens >= lengths).all()), "a cache length below the rows of its sequence"),
             (inputs.kv_lens.max() <= limits.max_seq_len, f"a cache length above {limits.max_seq_len}"),
             (needed.max() <= width, f"a page table of {width} pages for {needed.max()}"),

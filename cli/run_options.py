@@ -1,0 +1,90 @@
+"""The many options of `tapeout run`, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import click
+
+from tapeout.plugins.sample.params import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+Option = Callable[[Any], Any]
+
+#: Flags named like these go into SamplingParams or into LLM.
+SAMPLING_NAMES = frozenset(field.name for field in fields(SamplingParams))
+RUNTIME_NAMES = frozenset(
+    (
+        "kv_cache_bytes",
+        "max_tokens_in_kv_cache",
+        "free_memory_fraction",
+        "chunk_tokens",
+        "max_batch_size",
+        "max_num_tokens",
+        "threads",
+    )
+)
+
+#: SamplingParams' own default of 16 would cut nearly every answer asked for at a terminal.
+DEFAULT_MAX_TOKENS = 256
+
+
+def apply(options: tuple[Option, ...]) -> Callable[[F], F]:
+    """A decorator that adds options in the order given."""
+
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _token_ids(context: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
+    """`--stop-token-ids 1,2 --stop-token-ids 3` gives (1, 2, 3)."""
+    parts = [part.strip() for value in values for part in value.split(",")]
+    if bad := [part for part in parts if not part.isdecimal()]:
+        raise click.BadParameter(f"{', '.join(map(repr, bad))}, expected ids such as 1,2", context, param)
+    return tuple(map(int, parts))
+
+
+def _number(name: str, kind: type, text: str) -> Option:
+    return click.option(name, type=kind, help=text)
+
+
+#: Fields of SamplingParams by their own names; what is not given comes from the model.
+SAMPLING = (
+    _number("--max-tokens", int, f"Most tokens to generate. [default: the model's, or {DEFAULT_MAX_TOKENS}]"),
+    _number("--min-tokens", int, "Do not end before this many tokens."),
+    _number("--temperature", float, "0 takes the most likely token."),
+    _number("--top-k", int, "Sample from the K most likely tokens; 0 is off."),
+    _number("--top-p", float, "Sample from the smallest set with this probability; 1 is off."),
+    _number("--min-p", float, "Drop tokens below this share of the most likely one's; 0 is off."),
+    _number("--repetition-penalty", float, "Above 1 discourages tokens already there; 1 is off."),
+    _number("--presence-penalty", float, "Subtracted once from tokens of the output."),
+    _number("--frequency-penalty", float, "Subtracted for each time a token was generated."),
+    _number("--seed", int, "Makes sampling repeatable."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
+    click.option(
+        "--stop-token-ids",
+        multiple=True,
+        callback=_token_ids,
+        metavar="IDS",
+        help="End after one of these, for example 1,2. Repeatable.",
+    ),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-sequence token."),
+    _number("--logprobs", int, "Also give this many most likely tokens at each position."),
+)
+
+#: Arguments of LLM by their own names.
+RUNTIME = (
+    _number("--kv-cache-bytes", int, "Most bytes of the KV cache."),
+    click.option("--kv-cache-tokens", "max_tokens_in_kv_cache", type=int, help="The same in tokens."),
+    _number("--free-memory-fraction", float, "Most of the free memory the KV cache may take."),
+    _number("--chunk-tokens", int, "Most prompt tokens of one request in a step."),
+    _number("--max-batch-size", int, "Most requests in flight, at most the engine's."),
+    _number("--max-num-tokens", int, "Most tokens in one step, at most the engine's."),
+    _number("--threads", int, "CPU threads."),
+)

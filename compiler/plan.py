@@ -1,0 +1,91 @@
+"""From IR to launch program: op signatures, buffers in the arena, records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from tapeout.compiler.ir import Module, Node, Operand, Value, whole
+from tapeout.compiler.memory_plan import BufferRequest, plan_arena
+from tapeout.plugins.cpu import OpSignature, TensorType
+from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.engine.program import Buffer, Program, Record, TacticRange, View
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "int8": 1}
+
+# Attributes that say which instance an op is, not how it computes: all layers share one choice.
+_INSTANCE_ATTRS = frozenset({"layer"})
+
+
+def signature_of(node: Node, module: Module) -> OpSignature:
+    """What the tactics of a node are chosen by."""
+    values = module.values()
+    weights = (module.weights[w] for w in node.weights if w)
+    return OpSignature(
+        node.op,
+        tuple(TensorType(values[o.value].dtype, o.shape) for o in node.inputs),
+        tuple(TensorType(w.dtype, w.shape) for w in weights),
+        tuple(TensorType(v.dtype, v.shape) for v in node.outputs),
+        {k: v for k, v in node.attrs.items() if k not in _INSTANCE_ATTRS},
+    )
+
+
+def signatures_of(module: Module) -> dict[str, OpSignature]:
+    """Every distinct signature by key, in order of first use."""
+    signatures = (signature_of(node, module) for node in module.nodes)
+    return {s.key(): s for s in signatures}
+
+
+def max_rows(shape: tuple[int | str, ...], limits: Limits) -> int:
+    """The most rows a value or signature of this shape can have."""
+    return {"T": limits.max_num_tokens, "R": limits.max_batch_size}[str(shape[0])]
+
+
+def plan_program(module: Module, limits: Limits, tactics: Mapping[str, tuple[TacticRange, ...]]) -> Program:
+    """The launch program: every value gets its place in the arena for as long as it is needed."""
+    values = module.values()
+    offsets, arena_bytes = plan_arena(_requests(module, limits))
+    buffers = tuple(
+        Buffer(v.name, v.dtype, v.shape, offsets[v.name], _bytes(v, limits)) for n in module.nodes for v in n.outputs
+    )
+
+    def view(operand: Operand) -> View:
+        return View(operand.value, values[operand.value].dtype, operand.shape, operand.strides, operand.offset)
+
+    records = tuple(
+        Record(
+            node.op,
+            tuple(view(o) for o in node.inputs),
+            tuple(f"weights/{w}" if w else "" for w in node.weights),
+            tuple(_whole_view(v) for v in node.outputs),
+            dict(node.attrs),
+            signature_of(node, module).key(),
+        )
+        for node in module.nodes
+    )
+    return Program(arena_bytes, buffers, records, view(module.logits), signatures_of(module), dict(tactics))
+
+
+def _requests(module: Module, limits: Limits) -> list[BufferRequest]:
+    """Lifetimes in record indices; the logits live until the step ends."""
+    last: dict[str, int] = {}
+    for index, node in enumerate(module.nodes):
+        for operand in node.inputs:
+            last[operand.value] = index
+        for value in node.outputs:
+            last.setdefault(value.name, index)
+    last[module.logits.value] = len(module.nodes)
+    return [
+        BufferRequest(value.name, _bytes(value, limits), index, last[value.name])
+        for index, node in enumerate(module.nodes)
+        for value in node.outputs
+    ]
+
+
+def _bytes(value: Value, limits: Limits) -> int:
+    return max_rows(value.shape, limits) * math.prod(int(d) for d in value.shape[1:]) * ITEM_BYTES[value.dtype]
+
+
+def _whole_view(value: Value) -> View:
+    operand = whole(value)
+    return View(value.name, value.dtype, operand.shape, operand.strides)

@@ -1,0 +1,105 @@
+"""The timing cache: what was measured once, for whom, so that a warm build times nothing.
+
+A JSON file that people may read and keep in CI. An entry is keyed by the op signature, the
+machine and the kernels, so a cache from another machine simply does not answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tapeout.compiler.tactics.timing import Outcome
+from tapeout.plugins.errors import UsageError
+
+CACHE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything beside the signature that a timing depends on.
+
+    Attributes:
+        cpu: processor name. level: instruction set. threads: used for one op.
+        kernels: digest of kernel sources, flags and compiler. torch: version, for library tactics.
+        conditions: limits that shape the cases.
+    """
+
+    cpu: str
+    level: str
+    threads: int
+    kernels: str
+    torch: str
+    conditions: str
+
+
+@dataclass
+class TimingCache:
+    """Outcomes by (signature, machine), rows and tactic; `hits` and `misses` count look-ups."""
+
+    path: Path | None
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hits: int = 0
+    misses: int = 0
+
+    @classmethod
+    def load(cls, path: Path | None) -> TimingCache:
+        """Read the file; a path that does not exist yet is an empty cache.
+
+        Raises UsageError when the file is no timing cache of this version.
+        """
+        if path is None or not path.exists():
+            return cls(path)
+        try:
+            data = json.loads(path.read_text())
+            if data["version"] != CACHE_VERSION:
+                raise ValueError(f"version {data['version']}, expected {CACHE_VERSION}")
+            return cls(path, dict(data["entries"]))
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{path} is not a timing cache: {error}", hint="delete the file or name another one; it is made anew"
+            ) from error
+
+    def get(self, signature: str, machine: Machine, rows: int, tactics: set[str]) -> dict[str, Outcome] | None:
+        """Outcomes of `tactics` by name, or None when one of them was never measured."""
+        entry = self.entries.get(_key(signature, machine), {}).get("rows", {}).get(str(rows), {})
+        if not tactics <= entry.keys():
+            self.misses += 1
+            return None
+        self.hits += 1
+        return {name: Outcome(entry[name].get("median_us"), entry[name].get("reason")) for name in sorted(tactics)}
+
+    def put(self, signature: str, machine: Machine, rows: int, outcomes: dict[str, Outcome]) -> None:
+        """Record outcomes; `save` writes them."""
+        key = _key(signature, machine)
+        entry = self.entries.setdefault(key, {"signature": signature, "machine": vars(machine), "rows": {}})
+        known = entry["rows"].setdefault(str(rows), {})
+        known |= {
+            name: {"median_us": round(o.median_us, 3)} if o.median_us is not None else {"reason": o.reason}
+            for name, o in outcomes.items()
+        }
+
+    def save(self) -> None:
+        """Write the file through a temporary name, so that an interrupted build leaves the old one."""
+        if self.path is None or not self.misses:
+            return
+        data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
+            try:
+                json.dump(data, file, indent=1, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                os.unlink(file.name)
+                raise
+        os.replace(file.name, self.path)
+
+
+def _key(signature: str, machine: Machine) -> str:
+    text = json.dumps([signature, vars(machine)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

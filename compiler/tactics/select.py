@@ -1,0 +1,157 @@
+"""Choose a tactic for every op signature and range of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapeout.compiler.plan import max_rows
+from tapeout.compiler.report import TacticTiming
+from tapeout.compiler.tactics.cache import Machine, TimingCache
+from tapeout.compiler.tactics.case import make_case, make_weights
+from tapeout.compiler.tactics.timing import Outcome, measure, reference_outputs
+from tapeout.plugins.cpu import CpuTactic, HostCpu, OpSignature
+from tapeout.plugins.errors import TapeoutError
+from tapeout.plugins.registry import cpu_tactics
+from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.engine.program import TacticRange
+
+_ROTATION_BYTES = 64 << 20  # weights a timing pass streams: larger than the last-level caches
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Ranges by signature key, and what was measured for the report."""
+
+    ranges: Mapping[str, tuple[TacticRange, ...]]
+    timings: tuple[TacticTiming, ...]
+
+
+def anchors(most: int) -> list[int]:
+    """Row counts that are timed: powers of two, and the limit."""
+    return sorted({*(1 << i for i in range(most.bit_length())), most})
+
+
+def select_tactics(
+    signatures: Mapping[str, OpSignature],
+    limits: Limits,
+    host: HostCpu,
+    machine: Machine,
+    cache: TimingCache,
+    *,
+    kernels: Callable[[], Any],
+    seed: int,
+    batch_invariant: bool,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Choices:
+    """Time what the cache does not know and pick the fastest correct tactic at every anchor.
+
+    Args:
+        kernels: loads the native library; called only when something must be timed.
+        batch_invariant: one tactic for all rows, among those whose rows do not depend on company.
+
+    Raises:
+        TapeoutError: no tactic of an op gave the right result.
+    """
+    ranges, timings = {}, []
+    for index, (key, signature) in enumerate(signatures.items(), start=1):
+        progress(f"{index} of {len(signatures)} {signature.op}")
+        candidates, rejected = _candidates(signature, host, batch_invariant)
+        timer = _Timer(signature, candidates, limits, seed, kernels)
+        outcomes: dict[int, dict[str, Outcome]] = {}
+        known: dict[int, bool] = {}
+        for rows in anchors(max_rows(signature.outputs[0].shape, limits)):
+            cached = cache.get(key, machine, rows, {t.name for t in candidates})
+            known[rows] = cached is not None
+            outcomes[rows] = cached if cached is not None else timer.measure(rows)
+            if cached is None:
+                cache.put(key, machine, rows, outcomes[rows])
+        winners = _winners(key, outcomes, batch_invariant)
+        ranges[key] = _as_ranges(winners)
+        timings += [_report(key, rows, winners[rows], outcomes[rows], rejected, known[rows]) for rows in outcomes]
+    return Choices(ranges, tuple(timings))
+
+
+def _candidates(
+    signature: OpSignature, host: HostCpu, batch_invariant: bool
+) -> tuple[list[CpuTactic], dict[str, str]]:
+    """Tactics that can run the signature here, and why the others cannot."""
+    usable, rejected = [], {}
+    for tactic in cpu_tactics(signature.op):
+        reason = tactic.unsupported(signature, host)
+        if reason is None and batch_invariant and not tactic.batch_invariant:
+            reason = "its result for a row depends on the other rows"
+        if reason is None:
+            usable.append(tactic)
+        else:
+            rejected[tactic.name] = reason
+    return usable, rejected
+
+
+class _Timer:
+    """Measures one signature; weights are made and prepared once, at the first measurement."""
+
+    def __init__(
+        self,
+        signature: OpSignature,
+        candidates: list[CpuTactic],
+        limits: Limits,
+        seed: int,
+        kernels: Callable[[], Any],
+    ) -> None:
+        self.signature, self.candidates, self.limits, self.seed = signature, candidates, limits, seed
+        self.kernels = kernels
+        self.weights: tuple[tuple[torch.Tensor | None, ...], ...] | None = None
+        self.prepared: dict[str, list[Any]] = {}
+
+    def measure(self, rows: int) -> dict[str, Outcome]:
+        """Check and time every candidate at `rows` rows."""
+        if self.weights is None:
+            self.weights = make_weights(self.signature, _ROTATION_BYTES, self.seed)
+        case = make_case(self.signature, rows, self.weights, self.limits, self.seed)
+        expected = reference_outputs(self.signature, case)
+        outcomes = {}
+        for tactic in self.candidates:
+            if tactic.name not in self.prepared:
+                self.prepared[tactic.name] = [tactic.prepare(w, self.signature.attrs) for w in self.weights]
+            outcomes[tactic.name] = measure(
+                tactic, self.signature, case, expected, self.prepared[tactic.name], self.kernels()
+            )
+        return outcomes
+
+
+def _winners(key: str, outcomes: Mapping[int, Mapping[str, Outcome]], one_for_all: bool) -> dict[int, str]:
+    """The fastest tactic by rows; with `one_for_all` the one with the least time summed over anchors."""
+    valid = {
+        rows: {name: o.median_us for name, o in row.items() if o.median_us is not None} for rows, row in outcomes.items()
+    }
+    if one_for_all:
+        names = set.intersection(*(set(v) for v in valid.values()))
+        valid = {rows: {n: sum(v[n] for v in valid.values()) for n in names} for rows in valid}
+    if empty := [rows for rows, v in valid.items() if not v]:
+        reasons = "\n".join(
+            f"  {rows} rows, {name}: {o.reason}" for rows in empty for name, o in outcomes[rows].items()
+        )
+        raise TapeoutError(f"no tactic computes {key} correctly on this machine:\n{reasons}")
+    return {rows: min(v, key=lambda name: (v[name], name)) for rows, v in valid.items()}
+
+
+def _as_ranges(winners: Mapping[int, str]) -> tuple[TacticRange, ...]:
+    """An anchor's winner serves the rows above the previous anchor; equal neighbours merge."""
+    ranges: list[TacticRange] = []
+    for rows, tactic in sorted(winners.items()):
+        if ranges and ranges[-1].tactic == tactic:
+            ranges.pop()
+        ranges.append(TacticRange(rows, tactic))
+    return tuple(ranges)
+
+
+def _report(
+    key: str, rows: int, winner: str, outcomes: Mapping[str, Outcome], rejected: Mapping[str, str], cached: bool
+) -> TacticTiming:
+    failed = {name: str(o.reason) for name, o in outcomes.items() if o.median_us is None}
+    losers = {name: o.median_us for name, o in outcomes.items() if o.median_us is not None and name != winner}
+    return TacticTiming(key, rows, winner, outcomes[winner].median_us, losers, {**rejected, **failed}, cached)

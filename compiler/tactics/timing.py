@@ -1,0 +1,108 @@
+"""Check one tactic against the op's reference, then time it."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tapeout.compiler.tactics.case import Case, layerless
+from tapeout.plugins.cpu import BoundCall, CpuTactic, OpSignature, StepState
+from tapeout.plugins.registry import OPS
+
+_MIN_SECONDS = 0.012  # of timing a candidate, after a warm-up pass
+_MIN_PASSES, _MAX_PASSES = 3, 200
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Median microseconds a call, or why the tactic may not be used."""
+
+    median_us: float | None
+    reason: str | None = None
+
+
+def reference_outputs(signature: OpSignature, case: Case) -> tuple[torch.Tensor, ...]:
+    """What the op's torch reference makes of the case (with a KV pool of its own)."""
+    schema = OPS[signature.op]
+    reference = importlib.import_module(f"tapeout.plugins.{signature.op}.reference").reference
+    step = {name: getattr(case.step, name) for name in schema.step_inputs}
+    if "kv_pool" in step:
+        step["kv_pool"] = step["kv_pool"].clone()
+    attrs = layerless(signature.attrs, signature.op)
+    weights = [*case.weights[0], *[None] * (len(schema.weights) - len(case.weights[0]))]
+    result = reference(*case.inputs, *weights, *step.values(), *(attrs[a] for a in schema.attrs))
+    return result if isinstance(result, tuple) else (result,)
+
+
+def measure(
+    tactic: CpuTactic,
+    signature: OpSignature,
+    case: Case,
+    expected: tuple[torch.Tensor, ...],
+    prepared: list[Any],
+    kernels: Any,
+) -> Outcome:
+    """Correct first: a tactic whose output differs from the reference is never timed."""
+    try:
+        outputs = case.outputs()
+        _bind(tactic, signature, case, prepared[0], outputs, _with_own_pool(case.step), kernels)()
+        reason = _difference(signature, outputs, expected)
+        if reason is not None:
+            return Outcome(None, reason)
+        calls = [_bind(tactic, signature, case, p, outputs, case.step, kernels) for p in prepared]
+        return Outcome(_median_us(calls))
+    except Exception as error:  # a candidate that fails is a lost candidate, not a lost build
+        return Outcome(None, f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _bind(
+    tactic: CpuTactic,
+    signature: OpSignature,
+    case: Case,
+    weights: Any,
+    outputs: tuple[torch.Tensor, ...],
+    step: StepState,
+    kernels: Any,
+) -> Callable[[], None]:
+    attrs = layerless(signature.attrs, signature.op)
+    return tactic.bind(BoundCall(case.inputs, weights, outputs, attrs, step, kernels))
+
+
+def _with_own_pool(step: StepState) -> StepState:
+    import dataclasses
+
+    return dataclasses.replace(step, kv_pool=step.kv_pool.clone())
+
+
+def _difference(
+    signature: OpSignature, outputs: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
+) -> str | None:
+    """None when equal within the op's tolerance, else how far apart."""
+    tolerance = importlib.import_module(f"tapeout.plugins.{signature.op}.cases").TOLERANCE
+    for name, got, want in zip(OPS[signature.op].outputs, outputs, expected, strict=True):
+        rtol, atol = tolerance[signature.outputs[0].dtype]
+        want = want.reshape(got.shape)
+        if not torch.allclose(got.double(), want.double(), rtol=rtol, atol=atol):
+            worst = (got.double() - want.double()).abs().max().item()
+            return f"output {name} differs from the reference by {worst:.3g} (rtol {rtol}, atol {atol})"
+    return None
+
+
+def _median_us(calls: list[Callable[[], None]]) -> float:
+    """Median over passes of the mean time a call; a pass runs through all copies of the weights."""
+    passes: list[float] = []
+    for call in calls:
+        call()
+    begin = time.perf_counter()
+    while len(passes) < _MIN_PASSES or (len(passes) < _MAX_PASSES and time.perf_counter() - begin < _MIN_SECONDS):
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        passes.append((time.perf_counter() - start) / len(calls))
+    return statistics.median(passes) * 1e6

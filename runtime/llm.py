@@ -1,0 +1,361 @@
+"""`LLM`: an engine, loaded, with the calls users make."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from tapeout.plugins.errors import UsageError
+from tapeout.plugins.sample.params import SamplingParams
+from tapeout.runtime.collector import Collector
+from tapeout.runtime.engine import Engine, open_engine
+from tapeout.runtime.executors import load_executor
+from tapeout.runtime.host_memory import available_host_bytes
+from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
+from tapeout.runtime.kv_budget import plan_kv_pool
+from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.loop import EngineLoop, LoopStats
+from tapeout.runtime.output import RequestOutput
+from tapeout.runtime.scheduler.capacity import CapacityScheduler
+from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.request import Request, RequestTimes
+from tapeout.runtime.step import Executor
+from tapeout.runtime.text.chat_template import ChatTemplate, Message
+from tapeout.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger("tapeout")
+
+
+class LLM:
+    """Generates text from one engine file, in-flight batched.
+
+    Several threads may call it: their requests share batches, and whoever waits drives the loop.
+    Close it, or use it as a context manager, to free memory and threads.
+
+    Args:
+        engine: path of an engine file.
+        kv_cache_bytes, max_tokens_in_kv_cache, free_memory_fraction: bounds of the KV pool; the
+            smallest wins and the log says which. The fraction is of the memory left beside the
+            weights and activations.
+        chunk_tokens: most prompt tokens of one request in a step; None = max_num_tokens.
+        max_batch_size, max_num_tokens: lower the engine's limits for this process.
+        threads: CPU threads for kernels; None = the library's default.
+        on_step: called with a `StepRecord` for every step, to see what was scheduled and why.
+
+    Raises:
+        UsageError, EngineError, CapacityError: see plugins/errors.py.
+    """
+
+    def __init__(
+        self,
+        engine: str | os.PathLike[str],
+        *,
+        kv_cache_bytes: int | None = None,
+        max_tokens_in_kv_cache: int | None = None,
+        free_memory_fraction: float = 0.9,
+        chunk_tokens: int | None = None,
+        max_batch_size: int | None = None,
+        max_num_tokens: int | None = None,
+        threads: int | None = None,
+        on_step: Any = None,
+    ) -> None:
+        self.engine: Engine = open_engine(os.fspath(engine))
+        try:
+            limits = self.engine.manifest.limits
+            batch, tokens = _check_options(
+                limits.max_batch_size,
+                limits.max_num_tokens,
+                max_batch_size=max_batch_size,
+                max_num_tokens=max_num_tokens,
+                chunk_tokens=chunk_tokens,
+                threads=threads,
+            )
+            budget = plan_kv_pool(
+                limits=limits,
+                page_bytes=self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page),
+                free_bytes=_memory_left(self.engine),
+                free_memory_fraction=free_memory_fraction,
+                max_tokens=max_tokens_in_kv_cache,
+                kv_cache_bytes=kv_cache_bytes,
+            )
+            logger.info(budget.describe())
+            self.tokenizer = _load_tokenizer(self.engine)
+            self._executor: Executor = load_executor(self.engine, num_pages=budget.num_pages, threads=threads)
+        except BaseException:
+            self.engine.close()
+            raise
+        self._intake = Intake(limits, self.engine.manifest.model.vocab_size, budget.num_pages, self.tokenizer)
+        self._loop = EngineLoop(
+            self._executor,
+            KvCache(
+                num_pages=budget.num_pages,
+                tokens_per_page=limits.tokens_per_page,
+                num_slots=batch,
+                max_seq_len=limits.max_seq_len,
+            ),
+            CapacityScheduler(
+                num_pages=budget.num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=batch
+            ),
+            MicroBatchScheduler(max_num_tokens=tokens, chunk_tokens=chunk_tokens),
+            on_step=on_step,
+        )
+        self._eos = _eos_token_ids(self.engine)
+        self._chat_template: ChatTemplate | None = None
+        self._ids = count()
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # ---- calls ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends; one result per prompt, in order.
+
+        Args:
+            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of these.
+            sampling_params: for all, or one per prompt; None = the model's generation defaults.
+
+        A request that fails while running has finish_reason "error" and does not disturb others.
+
+        Raises:
+            UsageError: some prompts can never run; nothing was run.
+        """
+        collectors = self._add(as_prompt_list(prompts), sampling_params)
+        try:
+            while not all(c.finished for c in collectors):
+                self._turn()
+        except BaseException:  # KeyboardInterrupt above all
+            self._abort(collectors)
+            raise
+        return [c.output() for c in collectors]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Run one prompt; yields deltas.
+
+        Each result's `outputs[0]` holds only the text, ids and logprobs that are new since the
+        last one; the last has `finished` True and the finish_reason. Joined texts equal the text
+        `generate` gives. Generation advances as results are taken; closing the iterator aborts it.
+
+        Raises:
+            UsageError: at once, when the prompt can never run.
+        """
+        (collector,) = self._add([prompt], sampling_params)
+        return self._deltas(collector)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Run one conversation, or a list of them, through the chat template."""
+        many = len(messages) > 0 and isinstance(messages[0], (list, tuple))
+        conversations: Sequence[Any] = messages if many else [messages]
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=chat_template,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt for `generate` or `stream`: rendered, then encoded without
+        special tokens, because the template writes BOS itself."""
+        if self.tokenizer is None:
+            raise UsageError(
+                "the engine has no tokenizer, so it cannot chat", hint="pass token ids to generate"
+            )
+        template = self._template(chat_template)
+        text = template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **dict(chat_template_kwargs or {}),
+        )
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The model's generation defaults, with overrides that are not None."""
+        return SamplingParams.from_generation(self.engine.manifest.generation, **overrides)
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request (from another thread, say); False when it is not running."""
+        with self._lock:
+            return self._loop.abort(request_id)
+
+    def stats(self) -> LoopStats:
+        with self._lock:
+            return self._loop.stats()
+
+    def close(self) -> None:
+        """Abort what runs, free memory and threads. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.abort_all()
+            self._executor.close()
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside ---------------------------------------------------------------------------
+
+    def _add(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Collector]:
+        """Check all prompts, then queue all of them."""
+        checked = self._intake.check(prompts, self._params_for(len(prompts), params))
+        with self._lock:
+            if self._closed:
+                raise UsageError("this LLM is closed")
+            return [self._queue(c) for c in checked]
+
+    def _params_for(
+        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = [params] * num_prompts
+        if len(params) != num_prompts:
+            raise UsageError(
+                f"{len(params)} sampling_params for {num_prompts} prompts, expected as many or one"
+            )
+        wrong = {type(p).__name__ for p in params if not isinstance(p, SamplingParams)}
+        if wrong:
+            raise UsageError(f"sampling_params hold {', '.join(sorted(wrong))}, expected SamplingParams")
+        return [p.with_seed() for p in params]
+
+    def _queue(self, checked: CheckedRequest) -> Collector:
+        request_id = str(next(self._ids))
+        clock = self._loop.clock()
+        times = RequestTimes(arrival=clock)
+        collector = Collector(request_id, checked, self.tokenizer, times, time.time() - clock)
+        self._loop.add(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=checked.prompt_token_ids,
+                params=checked.params,
+                max_tokens=checked.max_tokens,
+                sink=collector,
+                times=times,
+                eos_token_ids=frozenset() if checked.params.ignore_eos else self._eos,
+                stop_token_ids=frozenset(checked.params.stop_token_ids),
+            )
+        )
+        return collector
+
+    def _turn(self) -> None:
+        with self._lock:
+            self._loop.step()
+
+    def _deltas(self, collector: Collector) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                with self._lock:
+                    while not collector.has_delta:
+                        self._loop.step()
+                    delta = collector.take_delta()
+                yield delta
+                if delta.finished:
+                    return
+        finally:
+            self._abort([collector])
+
+    def _abort(self, collectors: Sequence[Collector]) -> None:
+        with self._lock:
+            for collector in collectors:
+                if not collector.finished:
+                    self._loop.abort(collector.request_id)
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        manifest = self.engine.manifest
+        tokens = manifest.tokenizer.special_tokens if manifest.tokenizer else {}
+        if source is not None:
+            return ChatTemplate(source, tokens)
+        if self._chat_template is None:
+            text = _text(self.engine, "chat_template.jinja")
+            if text is None:
+                raise UsageError(
+                    "the engine has no chat template", hint="pass chat_template=..., or use a plain prompt"
+                )
+            self._chat_template = ChatTemplate(text, tokens)
+        return self._chat_template
+
+
+def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int, int]:
+    """The effective max_batch_size and max_num_tokens; UsageError names every bad option."""
+    ceilings = {"max_batch_size": batch, "max_num_tokens": tokens}
+    problems = []
+    for name, value in options.items():
+        ceiling = ceilings.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problems.append(f"{name} = {value!r}, expected an integer of at least 1")
+        elif ceiling is not None and value > ceiling:
+            problems.append(f"{name} = {value}, but the engine was built for at most {ceiling}")
+    if problems:
+        raise UsageError(
+            "invalid options:\n" + "\n".join(f"  {p}" for p in problems),
+            hint="higher limits need an engine built with them",
+        )
+    return options.get("max_batch_size") or batch, options.get("max_num_tokens") or tokens
+
+
+def _memory_left(engine: Engine) -> int:
+    """Bytes free beside weights (which executors map or repack) and the activation arena."""
+    weights = sum(info.size_bytes for info in engine.weights.values())
+    return max(available_host_bytes() - weights - engine.program.arena_bytes, 0)
+
+
+def _load_tokenizer(engine: Engine) -> Tokenizer | None:
+    text = _text(engine, "tokenizer.json")
+    facts = engine.manifest.tokenizer
+    return None if text is None or facts is None else Tokenizer(text, facts)
+
+
+def _text(engine: Engine, name: str) -> str | None:
+    return engine.text(name).decode() if name in engine.text_names else None
+
+
+def _eos_token_ids(engine: Engine) -> frozenset[int]:
+    if engine.manifest.tokenizer is not None:
+        return frozenset(engine.manifest.tokenizer.eos_token_ids)
+    ids = engine.manifest.generation.get("eos_token_id")
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

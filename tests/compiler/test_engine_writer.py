@@ -1,0 +1,269 @@
+"""Writing engines: complete or absent, the same bytes every time, refused early when it cannot work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tapeout.compiler.engine_writer as writer
+from tapeout.compiler.engine_writer import check_output, write_engine
+from tapeout.model_defs.source import TensorInfo
+from tapeout.model_defs.weights import WeightRef
+from tapeout.plugins.cpu import OpSignature, TensorType
+from tapeout.plugins.errors import TapeoutError, UsageError
+from tapeout.runtime.engine import (
+    FORMAT_VERSION,
+    Buffer,
+    KvCacheLayout,
+    Limits,
+    Manifest,
+    ModelFacts,
+    Program,
+    Record,
+    TacticRange,
+    View,
+    open_engine,
+)
+
+SIGNATURE = OpSignature(
+    "linear",
+    (TensorType("float32", ("T", 4)),),
+    (TensorType("float32", (3, 4)),),
+    (TensorType("float32", ("T", 3)),),
+)
+X = View("x", "float32", ("T", 4), (4, 1))
+Y = View("y", "float32", ("T", 3), (3, 1))
+PROGRAM = Program(
+    256,
+    (Buffer("x", "float32", ("T", 4), 0, 128), Buffer("y", "float32", ("T", 3), 128, 96)),
+    (Record("linear", (X,), ("w",), (Y,), {}, SIGNATURE.key()),),
+    View("y", "float32", ("R", 3), (3, 1)),
+    {SIGNATURE.key(): SIGNATURE},
+    {SIGNATURE.key(): (TacticRange(8, "aten"),)},
+)
+MANIFEST = Manifest(
+    format_version=FORMAT_VERSION,
+    target="cpu:x86_64_v3",
+    model=ModelFacts("A", "a", "float32", "none", 3, 64, "hf:0"),
+    limits=Limits(2, 8, 64, 4),
+    kv_cache=KvCacheLayout(1, 1, 4, "float32"),
+    tokenizer=None,
+    generation={},
+    options={},
+    versions={},
+    passes={},
+    parity={"verdict": "skipped"},
+    timed=False,
+)
+ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "v": np.ones(5, np.float32)}
+
+
+def read(name: str) -> np.ndarray:
+    return ARRAYS[name]
+
+
+def write(path: Path, **changes: Any) -> writer.WriteResult:
+    arguments: dict[str, Any] = {
+        "manifest": MANIFEST,
+        "program": PROGRAM,
+        "weights": {n: WeightRef.of(TensorInfo(n, a.dtype.name, a.shape)) for n, a in ARRAYS.items()},
+        "read": read,
+        "kernels": {"native.so": b"code"},
+        "texts": {"b": b"2", "a": b"1"},
+        "source_digest": "source",
+    }
+    return write_engine(path, **(arguments | changes))
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.iterdir())
+
+
+def test_result_names_files_and_sizes(tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
+    result = write(tmp_path / "e", progress=lambda now, total: done.append((now, total)))
+    size = (tmp_path / "e").stat().st_size
+    assert result.paths == (tmp_path / "e",)
+    assert result.sizes["total"] == size
+    assert [n for n, _ in done] == sorted(n for n, _ in done)
+    assert {t for _, t in done} == {size}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_writes_are_identical(tmp_path: Path, shared: bool) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        # Blobs are sorted; weights keep the program's order.
+        write(
+            tmp_path / name / f"{name}.engine",
+            shared=shared,
+            texts=dict(sorted({"b": b"2", "a": b"1"}.items())),
+        )
+    files = [sorted((tmp_path / n).iterdir()) for n in ("a", "b")]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "e")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "e").stat().st_mode & 0o777 == 0o640
+
+
+class TestShared:
+    def test_an_existing_weight_file_is_kept(self, tmp_path: Path) -> None:
+        first = write(tmp_path / "a", shared=True)
+        stamp = first.paths[1].stat().st_mtime_ns
+        second = write(tmp_path / "b", shared=True, read=lambda _: pytest.fail("weights were read"))
+        assert (first.shared_reused, second.shared_reused) == (False, True)
+        assert second.paths[1].stat().st_mtime_ns == stamp
+        open_engine(tmp_path / "b").close()
+
+    def test_a_damaged_weight_file_is_written_again(self, tmp_path: Path) -> None:
+        first = write(tmp_path / "a", shared=True)
+        good = first.paths[1].read_bytes()
+        for damage in (good[:-1], good[:4096] + b"?" + good[4097:], b""):
+            first.paths[1].write_bytes(damage)
+            assert not write(tmp_path / "b", shared=True).shared_reused
+            assert first.paths[1].read_bytes() == good
+
+    def test_other_sources_make_another_file(self, tmp_path: Path) -> None:
+        names = {write(tmp_path / s, shared=True, source_digest=s).paths[1] for s in ("a", "b")}
+        assert len(names) == 2
+
+
+class TestFailure:
+    """Nothing appears under the final name and nothing is left behind."""
+
+    def failing_read(self, error: BaseException) -> Callable[[str], np.ndarray]:
+        def failing(name: str) -> np.ndarray:
+            if name == "v":
+                raise error
+            return read(name)
+
+        return failing
+
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [
+            (KeyboardInterrupt(), KeyboardInterrupt),
+            (ValueError("odd"), ValueError),
+            (OSError(errno.EIO, "bad disk"), TapeoutError),
+        ],
+    )
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_while_reading(
+        self, tmp_path: Path, error: BaseException, expected: type[BaseException], shared: bool
+    ) -> None:
+        with pytest.raises(expected):
+            write(tmp_path / "e", read=self.failing_read(error), shared=shared)
+        assert listing(tmp_path) == []
+
+    def test_an_older_engine_survives(self, tmp_path: Path) -> None:
+        write(tmp_path / "e")
+        before = (tmp_path / "e").read_bytes()
+        with pytest.raises(ValueError, match="odd"):
+            write(tmp_path / "e", read=self.failing_read(ValueError("odd")))
+        assert (tmp_path / "e").read_bytes() == before
+
+    def test_disk_full_before(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: os.terminal_size((0, 0)) and _Usage(10))
+        with pytest.raises(
+            TapeoutError, match=r"no space left for .*e: it takes [\d,]+ bytes, 10 are free"
+        ) as error:
+            write(tmp_path / "e")
+        assert (error.value.exit_code, listing(tmp_path)) == (1, [])
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+    def test_disk_full_while_writing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = os.fdopen
+
+        def full(fd: int, mode: str) -> Any:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), fd)
+            return real(fd, mode)
+
+        monkeypatch.setattr(writer, "check_output", Path)
+        monkeypatch.setattr(writer.os, "fdopen", full)
+        with pytest.raises(TapeoutError, match="no space left for") as error:
+            write(tmp_path / "e")
+        assert "space" in (error.value.hint or "")
+        assert listing(tmp_path) == []
+
+    def test_an_unsound_program_is_refused(self, tmp_path: Path) -> None:
+        y = replace(PROGRAM.buffers[1], offset_bytes=64)
+        program = replace(PROGRAM, arena_bytes=150, buffers=(PROGRAM.buffers[0], y))
+        with pytest.raises(
+            TapeoutError, match=r"(?s)buffer y.*outside the arena.*x and y share bytes.*weight w does not"
+        ):
+            write(tmp_path / "e", program=program, weights={})
+        assert listing(tmp_path) == []
+
+
+class _Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def test_killed_writer_leaves_only_a_temporary_file(tmp_path: Path) -> None:
+    code = f"""
+        import importlib.util, pathlib, time
+        spec = importlib.util.spec_from_file_location("t", {str(Path(__file__))!r})
+        t = importlib.util.module_from_spec(spec); spec.loader.exec_module(t)
+        def read(name):
+            if name == "v":
+                print("writing", flush=True); time.sleep(60)
+            return t.read(name)
+        t.write(pathlib.Path({str(tmp_path / "e")!r}), read=read)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    # A build at work keeps its file: another one of the same output does not take it away.
+    write(tmp_path / "e")
+    assert len(listing(tmp_path)) == 2
+    (tmp_path / "e").unlink()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "e").exists()
+    assert len(listing(tmp_path)) == 1
+    time.sleep(0.01)
+    write(tmp_path / "e")
+    assert listing(tmp_path) == ["e"]
+
+
+class TestCheckOutput:
+    def test_a_good_path_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        assert check_output(tmp_path / "e") == tmp_path / "e"
+        assert listing(tmp_path) == []
+
+    def test_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="is a directory"):
+            check_output(tmp_path)
+
+    def test_missing_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="does not exist") as error:
+            check_output(tmp_path / "none" / "e")
+        assert "mkdir -p" in (error.value.hint or "")
+
+    @pytest.mark.skipif(
+        sys.platform != "linux", reason="needs /proc, where nobody can create files, not even root"
+    )
+    def test_unwritable(self) -> None:
+        with pytest.raises(UsageError, match="cannot be written"):
+            check_output("/proc/e")

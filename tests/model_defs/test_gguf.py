@@ -1,0 +1,230 @@
+"""GGUF files: SmolLM2 against transformers' own reading, tiny files of every family, damage."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+
+from tapeout.model_defs import open_model
+from tapeout.plugins.errors import UnsupportedError, UsageError
+
+SMOLLM2_CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3}
+
+
+def logits_of(source, ids):
+    """Logits of HF's model filled with the source's tensors."""
+    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32).eval()
+    state = {n: torch.from_numpy(source.checkpoint.read(n)) for n in source.checkpoint.tensors}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    with torch.no_grad():
+        return model(ids).logits
+
+
+class TestSmolLM2:
+    def test_opens_in_seconds(self, smollm2, smollm2_path):
+        start = time.perf_counter()
+        source = open_model(str(smollm2_path))
+        assert time.perf_counter() - start < 10  # 1.3 s alone; transformers' own path takes a minute
+        assert source.origin == "gguf:Q4_1"
+        assert source.config.model_type == "llama"
+        assert source.config.rope_parameters["rope_theta"] == 100000.0
+        assert source.config.tie_word_embeddings
+        assert source.eos_token_ids == (2,)
+        assert (source.bos_token_id, source.pad_token_id) == (1, 2)
+        assert source.tokenizer_vocab_size == source.config.vocab_size == 49152
+        assert source.special_tokens["eos_token"] == "<|im_end|>"
+        assert "<|im_start|>assistant" in source.chat_template
+
+    @pytest.mark.parametrize(
+        ("hf_name", "gguf_name"),
+        [
+            ("model.layers.0.self_attn.q_proj.weight", "blk.0.attn_q.weight"),
+            ("model.layers.0.self_attn.k_proj.weight", "blk.0.attn_k.weight"),
+            ("model.layers.29.self_attn.v_proj.weight", "blk.29.attn_v.weight"),
+            ("model.layers.7.mlp.down_proj.weight", "blk.7.ffn_down.weight"),
+            ("model.layers.3.post_attention_layernorm.weight", "blk.3.ffn_norm.weight"),
+            ("model.norm.weight", "output_norm.weight"),
+        ],
+    )
+    def test_tensors_equal_transformers(self, smollm2, smollm2_path, hf_name, gguf_name):
+        raw = _hf_state(smollm2_path)[gguf_name][...].numpy()
+        kind = gguf.GGMLQuantizationType(_hf_header(smollm2_path).ggml_types[gguf_name])
+        values = gguf.dequantize(raw, kind)
+        want = LlamaTensorProcessor(config=SMOLLM2_CONFIG).process(values, gguf_name).weights
+        got = smollm2.checkpoint.read(hf_name)
+        assert got.dtype == np.float32
+        assert got.shape == smollm2.checkpoint.tensors[hf_name].shape
+        assert np.array_equal(got, want)
+
+    def test_every_parameter_has_a_tensor(self, smollm2):
+        with torch.device("meta"):
+            state = AutoModelForCausalLM.from_config(smollm2.config).state_dict()
+        shapes = {n: tuple(t.shape) for n, t in state.items() if n != "lm_head.weight"}
+        assert {n: i.shape for n, i in smollm2.checkpoint.tensors.items()} == shapes
+
+    def test_digest_depends_on_bytes_only(self, smollm2, smollm2_path, tmp_path):
+        moved = tmp_path / "renamed.gguf"
+        moved.write_bytes(smollm2_path.read_bytes())
+        assert open_model(str(moved)).checkpoint.digest() == smollm2.checkpoint.digest()
+        with moved.open("r+b") as file:
+            file.seek(-1000, 2)
+            byte = file.read(1)
+            file.seek(-1000, 2)
+            file.write(bytes([byte[0] ^ 1]))
+        assert open_model(str(moved)).checkpoint.digest() != smollm2.checkpoint.digest()
+
+
+def _hf_header(path: Path) -> GgufHeader:
+    return GgufHeader.from_file(str(path))
+
+
+def _hf_state(path: Path):
+    return load_gguf_state_dict(_hf_header(path))
+
+
+FAMILIES = [
+    ("llama", "llama", {"llama.rope.freq_base": 10000.0}, {}),
+    ("llama", "llama", {"llama.rope.freq_base": 10000.0}, {"attention_bias": True, "mlp_bias": True}),
+    ("qwen2", "qwen2", {"qwen2.rope.freq_base": 10000.0}, {}),
+    ("qwen3", "qwen3", {"qwen3.rope.freq_base": 10000.0}, {"tie_word_embeddings": True}),
+    ("gemma2", "gemma2", {"gemma2.attention.sliding_window": 16}, {"query_pre_attn_scalar": 16}),
+    (
+        "gemma3_text",
+        "gemma3",
+        {"gemma3.attention.sliding_window": 16},
+        {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2},
+    ),
+    ("phi3", "phi3", {"phi3.rope.freq_base": 10000.0}, {}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "arch", "metadata", "overrides"), FAMILIES)
+def test_a_converted_model_computes_what_the_original_does(
+    models, write_gguf, tmp_path, model_type, arch, metadata, overrides
+):
+    folder = models.make_tiny(model_type, tmp_path / "hf", **overrides)
+    path = write_gguf(folder, tmp_path / "model.gguf", arch=arch, metadata=metadata)
+    source = open_model(str(path))
+    ids = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
+    torch.testing.assert_close(logits_of(source, ids), want, rtol=1e-5, atol=1e-5)
+    assert source.origin == "gguf:F32"
+    assert source.eos_token_ids == (1, 4)  # end of text and end of turn
+    original = open_model(str(folder))
+    assert source.chat_template == original.chat_template
+    assert source.special_tokens["bos_token"] == original.special_tokens["bos_token"]
+
+
+def test_llama3_scaling_is_recovered_from_its_divisors(models, write_gguf, tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    folder = models.make_tiny("llama", tmp_path / "hf", head_dim=64, rope_parameters=scaling)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    plain = 500000.0 ** (-np.arange(0, 64, 2) / 64)
+    divisors = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    assert divisors.max() == pytest.approx(8.0)
+    metadata = {"llama.rope.freq_base": 500000.0}
+    path = write_gguf(
+        folder, tmp_path / "m.gguf", arch="llama", metadata=metadata, extra={"rope_freqs.weight": divisors}
+    )
+    rope = open_model(str(path)).config.rope_parameters
+    assert rope.pop("factor") == pytest.approx(8.0)
+    assert rope == {k: v for k, v in scaling.items() if k != "factor"}
+
+    bad = write_gguf(
+        folder, tmp_path / "b.gguf", arch="llama", metadata=metadata, extra={"rope_freqs.weight": divisors**2}
+    )
+    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight"):
+        open_model(str(bad))
+
+
+def test_rope_scaling_keys_are_not_dropped(models, write_gguf, tmp_path):
+    folder = models.make_tiny("llama", tmp_path / "hf")
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    source = open_model(str(write_gguf(folder, tmp_path / "l.gguf", arch="llama", metadata=linear)))
+    assert source.config.rope_parameters["rope_type"] == "linear"
+    assert source.config.rope_parameters["factor"] == 4.0
+    odd = write_gguf(folder, tmp_path / "o.gguf", arch="llama", metadata={"llama.rope.scaling.type": "magic"})
+    with pytest.raises(UnsupportedError, match="magic"):
+        open_model(str(odd))
+
+
+class TestDamage:
+    def test_missing_and_unknown_tensors_are_all_named(self, llama, write_gguf, tmp_path):
+        path = write_gguf(
+            llama,
+            tmp_path / "m.gguf",
+            arch="llama",
+            drop=("blk.1.attn_q.weight", "blk.0.ffn_up.weight"),
+            extra={"blk.0.mystery.weight": np.zeros(4, np.float32)},
+        )
+        with pytest.raises(UsageError) as error:
+            open_model(str(path))
+        for name in ("blk.1.attn_q.weight", "blk.0.ffn_up.weight", "blk.0.mystery.weight"):
+            assert name in error.value.message
+
+    def test_unknown_architecture(self, llama, write_gguf, tmp_path):
+        path = write_gguf(llama, tmp_path / "m.gguf", arch="llama")
+        # the same length, so that the file stays consistent
+        path.write_bytes(path.read_bytes().replace(b"llama", b"lluma"))
+        with pytest.raises(UnsupportedError, match=r"'lluma'.*qwen3"):
+            open_model(str(path))
+
+    def test_unknown_pre_tokenizer(self, llama, write_gguf, tmp_path):
+        path = write_gguf(llama, tmp_path / "m.gguf", arch="llama", pre="never-heard-of")
+        with pytest.raises(UnsupportedError, match="never-heard-of"):
+            open_model(str(path))
+
+    def test_bad_magic(self, tmp_path):
+        path = tmp_path / "m.gguf"
+        path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n" * 3)
+        with pytest.raises(UsageError, match="not a GGUF file"):
+            open_model(str(path))
+
+    def test_other_version(self, llama, write_gguf, tmp_path):
+        path = write_gguf(llama, tmp_path / "m.gguf", arch="llama")
+        data = bytearray(path.read_bytes())
+        data[4] = 1
+        path.write_bytes(data)
+        with pytest.raises(UnsupportedError, match="version 1"):
+            open_model(str(path))
+
+    def test_truncation_anywhere_is_a_usage_error(self, llama, write_gguf, tmp_path):
+        whole = write_gguf(llama, tmp_path / "whole.gguf", arch="llama").read_bytes()
+        path = tmp_path / "cut.gguf"
+        for part in (0, 3, 23, 100, len(whole) // 100, len(whole) // 20, len(whole) // 2, len(whole) - 5000):
+            path.write_bytes(whole[:part])
+            with pytest.raises(UsageError, match=r"truncated|damaged") as error:
+                open_model(str(path))
+            assert error.value.hint
+
+    def test_random_bytes_in_the_header_never_escape_as_other_errors(self, llama, write_gguf, tmp_path):
+        whole = write_gguf(llama, tmp_path / "whole.gguf", arch="llama").read_bytes()
+        random = np.random.default_rng(0)
+        path = tmp_path / "bad.gguf"
+        for _ in range(40):
+            data = bytearray(whole)
+            for at in random.integers(4, 3000, 3):
+                data[at] = random.integers(256)
+            path.write_bytes(data)
+            with contextlib.suppress(UsageError, UnsupportedError):
+                open_model(str(path))

@@ -1,0 +1,119 @@
+"""Every CPU tactic of every op against the op's reference, over the op's cases."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tapeout.plugins.case import Case, cases, tolerance
+from tapeout.plugins.cpu import BoundCall, CpuTactic, HostCpu, StepState, TensorType
+from tapeout.plugins.example import example, example_step, torch_dtype
+from tapeout.plugins.native import NativeLibrary
+from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, cpu_tactics
+
+GUARD_COLUMNS = 3
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as a window into a wider buffer, as slices of a merged projection are."""
+    if tensor.dim() < 2:
+        return tensor
+    wide = torch.full((tensor.shape[0], tensor.shape[1] + GUARD_COLUMNS, *tensor.shape[2:]), 77).to(tensor.dtype)
+    wide[:, : tensor.shape[1]] = tensor
+    return wide[:, : tensor.shape[1]]
+
+
+def _guarded(kind: TensorType) -> tuple[torch.Tensor, torch.Tensor]:
+    """A poisoned buffer and the output view inside it: guard rows around, guard columns beside."""
+    rows, columns, *rest = (int(d) for d in kind.shape)
+    dtype = torch_dtype(kind.dtype)
+    buffer = torch.full((rows + 2, columns + GUARD_COLUMNS, *rest), torch.nan if dtype.is_floating_point else 0x7F)
+    buffer = buffer.to(dtype)
+    return buffer, buffer[1:-1, :columns]
+
+
+def _assert_guards(buffer: torch.Tensor, columns: int, what: str) -> None:
+    outside = torch.ones(buffer.shape[:2], dtype=torch.bool)
+    outside[1:-1, :columns] = False
+    guards = buffer[outside]
+    assert bool(guards.isnan().all()), f"{what} wrote outside its output"
+
+
+def _step(case: Case) -> StepState | None:
+    if not case.sequences:
+        return None
+    kv_heads, head_dim = (int(d) for d in case.signature.inputs[1].shape[1:])
+    return example_step(
+        case.sequences,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=case.signature.inputs[1].dtype,
+        layers=2,
+        tokens_per_page=case.tokens_per_page,
+    )
+
+
+def _expected(case: Case, inputs: tuple[torch.Tensor, ...], weights: list, step: StepState | None) -> tuple:
+    reference = importlib.import_module(f"tapeout.plugins.{case.signature.op}.reference").reference
+    arguments = [*inputs, *weights]
+    if step is not None:
+        num_seqs = int(step.counts[1])
+        arguments += [step.kv_pool, step.page_table, step.cu_q[: num_seqs + 1], step.kv_lens[:num_seqs]]
+    result = reference(*arguments, **case.signature.attrs)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _check(case: Case, rows: int, tactic: CpuTactic, kernels: NativeLibrary) -> None:
+    types = example(case.signature, rows)
+    missing = [None] * (len(OPS[case.signature.op].weights) - len(types.weights))
+    step = _step(case)
+    expected_step = replace(step, kv_pool=step.kv_pool.clone()) if step else None
+    expected = _expected(case, types.inputs, [*types.weights, *missing], expected_step)
+    buffers = [_guarded(kind) for kind in types.outputs]
+    inputs = tuple(_strided(t) for t in types.inputs)
+    before = [t.clone() for t in inputs]
+    weights = tactic.prepare([*types.weights, *missing], case.signature.attrs)
+    call = BoundCall(inputs, weights, [view for _, view in buffers], case.signature.attrs, step, kernels)
+    run = tactic.bind(call)
+    for replay in range(2):  # a bound call is replayed with new data in the same place
+        for buffer, _ in buffers:
+            buffer.fill_(torch.nan)
+        run()
+        for (buffer, view), wanted in zip(buffers, expected, strict=True):
+            what = f"{tactic.op}/{tactic.name} {case.label} T={rows} replay {replay}"
+            problem = tolerance(tactic.op, str(view.dtype).removeprefix("torch.")).violation(view, wanted)
+            assert problem is None, f"{what}: {problem}"
+            _assert_guards(buffer, view.shape[1], what)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True)), "an input was written"
+    if step and expected_step:
+        same = torch.allclose(step.kv_pool, expected_step.kv_pool, rtol=0, atol=0, equal_nan=True)
+        assert same, f"{tactic.name} {case.label}: the cache differs from the reference's"
+
+
+PAIRS = [(name, tactic.name) for name in OPS if name not in TRACE_ONLY_OPS for tactic in cpu_tactics(name)]
+
+
+@pytest.mark.parametrize(("op_name", "tactic_name"), PAIRS, ids=[f"{o}-{t}" for o, t in PAIRS])
+def test_tactic_matches_reference(
+    op_name: str, tactic_name: str, kernels: NativeLibrary, host: HostCpu
+) -> None:
+    tactic = next(t for t in cpu_tactics(op_name) if t.name == tactic_name)
+    ran = 0
+    for case in cases(op_name):
+        if tactic.unsupported(case.signature, host) is None:
+            for rows in case.rows:
+                _check(case, rows, tactic, kernels)
+                ran += 1
+    assert ran > 0
+
+
+@pytest.mark.parametrize("op_name", [name for name in OPS if name not in TRACE_ONLY_OPS])
+def test_baseline_and_native_support_every_case(op_name: str, host: HostCpu) -> None:
+    tactics = {t.name: t for t in cpu_tactics(op_name)}
+    assert cpu_tactics(op_name)[0].name == "aten"
+    for case in cases(op_name):
+        for name in ("aten", "native"):
+            assert tactics[name].unsupported(case.signature, host) is None, case.label

@@ -1,0 +1,284 @@
+"""A scripted executor that keeps a real KV cache of token ids, and makers around it.
+
+The fake stores the token id of every position in the page the scheduler gave it and computes each
+next id from what it reads back through the page table. So a page shared wrongly, freed too early,
+or filled in the wrong order changes tokens, as it would with a model.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tapeout.plugins.sample.params import SamplingParams
+from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.loop import EngineLoop, StepRecord
+from tapeout.runtime.scheduler.capacity import CapacityScheduler
+from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.request import Finish, Request, RequestTimes
+from tapeout.runtime.step import FROM_SLOT, Logprob, StepInputs, StepResult
+
+Script = Callable[[Sequence[int]], int]
+VOCAB = 23
+EOS = 0
+
+
+def hashed_next_id(tokens: Sequence[int]) -> int:
+    """A "model": the next id depends on every token and its position."""
+    state = 17
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % 2_147_483_647
+    return state % VOCAB
+
+
+def expected_ids(
+    prompt: Sequence[int], max_tokens: int, script: Script = hashed_next_id, eos: int = EOS
+) -> list[int]:
+    """What a request alone must produce."""
+    tokens, out = list(prompt), []
+    while len(out) < max_tokens:
+        out.append(script(tokens))
+        tokens.append(out[-1])
+        if out[-1] == eos:
+            break
+    return out
+
+
+@dataclass
+class FakeHandle:
+    executor: FakeExecutor
+    index: int
+
+    def result(self) -> StepResult:
+        return self.executor.read(self.index)
+
+
+@dataclass
+class FakeExecutor:
+    """Runs steps lazily, at the latest moment the protocol allows: when one is read.
+
+    `events` holds ("submit" | "read", step) in order. `fail_steps` raise when read, `refuse_steps`
+    when submitted; `nan_when` marks rows not finite by their tokens.
+    """
+
+    limits: Limits
+    num_pages: int
+    script: Script = hashed_next_id
+    fail_steps: frozenset[int] = frozenset()
+    refuse_steps: frozenset[int] = frozenset()
+    nan_when: Callable[[Sequence[int]], bool] = lambda tokens: False
+    events: list[tuple[str, int]] = field(default_factory=list)
+    steps: list[StepInputs] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.pool = np.full((self.num_pages, self.limits.tokens_per_page), -7, dtype=np.int64)
+        self.last_ids = np.full(self.limits.max_batch_size, -9, dtype=np.int64)
+        self.cached = np.zeros(self.limits.max_batch_size, dtype=np.int64)
+        self.results: dict[int, StepResult | Exception] = {}
+
+    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
+        assert 0 <= slot < self.limits.max_batch_size
+        self.cached[slot] = 0
+
+    def submit(self, inputs: StepInputs) -> FakeHandle:
+        index = len(self.steps)
+        self.steps.append(inputs)
+        self.events.append(("submit", index))
+        check_inputs(inputs, self.limits, self.num_pages)
+        starts = inputs.kv_lens - np.diff(inputs.cu_q)
+        assert (starts == self.cached[inputs.slots]).all(), "a sequence must go on where it stopped"
+        self.cached[inputs.slots] = inputs.kv_lens
+        if index in self.refuse_steps:
+            raise RuntimeError(f"scripted refusal of step {index}")
+        return FakeHandle(self, index)
+
+    def read(self, index: int) -> StepResult:
+        self.events.append(("read", index))
+        for i in range(index + 1):
+            if i not in self.results and i not in self.refuse_steps:
+                self.results[i] = self.run(i)
+        result = self.results[index]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def unread_pages(self) -> set[int]:
+        """Pages of steps that were submitted and have not run."""
+        waiting = [s for i, s in enumerate(self.steps) if i not in self.results and i not in self.refuse_steps]
+        return {int(p) for s in waiting for p in s.page_table.ravel() if p >= 0}
+
+    def run(self, index: int) -> StepResult | Exception:
+        if index in self.fail_steps:
+            return RuntimeError(f"scripted failure of step {index}")
+        step, per_page = self.steps[index], self.limits.tokens_per_page
+        sampled: dict[int, tuple[int, bool]] = {}
+        rows = set(step.row_ids.tolist())
+        for b, slot in enumerate(step.slots.tolist()):
+            first, end = int(step.cu_q[b]), int(step.cu_q[b + 1])
+            for row in range(first, end):
+                token = int(step.token_ids[row])
+                token = int(self.last_ids[slot]) if token == FROM_SLOT else token
+                page, place = divmod(int(step.positions[row]), per_page)
+                self.pool[step.page_table[b, page], place] = token
+            if end - 1 in rows:
+                used = int(step.kv_lens[b])
+                pages = step.page_table[b, : -(-used // per_page)]
+                tokens = self.pool[pages].ravel()[:used].tolist()
+                sampled[slot] = (self.script(tokens), not self.nan_when(tokens))
+                self.last_ids[slot] = sampled[slot][0]
+        ordered = [sampled[slot] for slot in step.row_slots.tolist()]
+        return StepResult(
+            np.array([i for i, _ in ordered], dtype=np.int32),
+            tuple({i: Logprob(-float(i), 1)} for i, _ in ordered),
+            np.array([f for _, f in ordered], dtype=bool),
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def check_inputs(inputs: StepInputs, limits: Limits, num_pages: int) -> None:
+    """What every executor may rely on."""
+    for name, value in vars(inputs).items():
+        assert value.dtype == np.int32, name
+    sizes = np.diff(inputs.cu_q)
+    num_seqs, num_rows = len(sizes), int(inputs.cu_q[-1])
+    assert inputs.cu_q[0] == 0
+    assert (sizes > 0).all()
+    assert 0 < num_seqs <= limits.max_batch_size
+    assert 0 < num_rows <= limits.max_num_tokens
+    assert len(inputs.token_ids) == len(inputs.positions) == num_rows
+    assert len(set(inputs.slots.tolist())) == num_seqs
+    assert (inputs.kv_lens <= limits.max_seq_len).all()
+    generation = inputs.token_ids[inputs.cu_q[:-1]] == FROM_SLOT
+    assert (np.diff(generation.astype(int)) >= 0).all(), "context must stand before generation"
+    seen: set[int] = set()
+    for b in range(num_seqs):
+        first, end = inputs.cu_q[b], inputs.cu_q[b + 1]
+        start = inputs.kv_lens[b] - sizes[b]
+        assert (inputs.positions[first:end] == np.arange(start, inputs.kv_lens[b])).all()
+        used = -(-int(inputs.kv_lens[b]) // limits.tokens_per_page)
+        pages = inputs.page_table[b]
+        assert ((pages[:used] >= 0) & (pages[:used] < num_pages)).all()
+        assert len(seen & set(pages[pages >= 0].tolist())) == 0, "a page belongs to two sequences"
+        seen |= set(pages[pages >= 0].tolist())
+    assert set(inputs.row_slots.tolist()) <= set(inputs.slots.tolist())
+    assert (np.isin(inputs.row_ids, inputs.cu_q[1:] - 1)).all()
+
+
+@dataclass
+class RecordingSink:
+    """Keeps what the loop hands out."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    stop_after: int | None = None
+
+    def on_token(self, token_id: int, logprobs: dict[int, Logprob] | None, ending: bool) -> str | None:
+        assert self.finish is None, "a token after the end"
+        self.token_ids.append(token_id)
+        return "STOP" if len(self.token_ids) == self.stop_after else None
+
+    def on_finish(self, finish: Finish, times: RequestTimes) -> None:
+        assert self.finish is None, "ended twice"
+        self.finish = finish
+
+
+@dataclass
+class Rig:
+    """A loop over a fake executor, with its parts at hand."""
+
+    executor: FakeExecutor
+    loop: EngineLoop
+    records: list[StepRecord]
+    sinks: dict[str, RecordingSink] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> RecordingSink:
+        request_id = f"r{len(self.requests)}"
+        sink = RecordingSink(stop_after=options.pop("stop_after", None))
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=np.array(prompt, dtype=np.int32),
+            params=SamplingParams(temperature=0, max_tokens=None, **options.pop("params", {})),
+            max_tokens=max_tokens,
+            sink=sink,
+            times=RequestTimes(arrival=0.0),
+            eos_token_ids=options.pop("eos", frozenset({EOS})),
+            **options,
+        )
+        self.sinks[request_id], self.requests[request_id] = sink, request
+        self.loop.add(request)
+        return sink
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.loop.step():
+                break
+            self.check_pages()
+        assert not self.loop.has_work, "requests never end"
+        self.check_idle()
+
+    def check_pages(self) -> None:
+        """No page leaked, shared, or free while a submitted step may use it."""
+        kv, slots = self.loop.kv_cache, range(self.executor.limits.max_batch_size)
+        held = [page for slot in slots for page in kv.pages_of(slot)]
+        assert len(held) == len(set(held)), "a page is held twice"
+        assert len(held) + kv.pool.num_free == kv.num_pages, "a page leaked"
+        assert self.executor.unread_pages() <= set(held), "a page was freed before its step ran"
+        assert len(held) <= self.loop.capacity.committed_pages <= kv.num_pages
+
+    def check_idle(self) -> None:
+        assert self.loop.kv_cache.pool.num_free == self.executor.num_pages
+        assert self.loop.capacity.committed_pages == 0
+        assert self.loop.capacity.num_free_slots == self.executor.limits.max_batch_size
+
+
+def make_rig(
+    *,
+    num_pages: int = 32,
+    tokens_per_page: int = 4,
+    max_batch_size: int = 4,
+    max_num_tokens: int = 16,
+    max_seq_len: int = 64,
+    chunk_tokens: int | None = None,
+    **executor_options: Any,
+) -> Rig:
+    limits = Limits(max_batch_size, max_num_tokens, max_seq_len, tokens_per_page)
+    executor = FakeExecutor(limits, num_pages, **executor_options)
+    records: list[StepRecord] = []
+    loop = EngineLoop(
+        executor,
+        KvCache(
+            num_pages=num_pages,
+            tokens_per_page=tokens_per_page,
+            num_slots=max_batch_size,
+            max_seq_len=max_seq_len,
+        ),
+        CapacityScheduler(
+            num_pages=num_pages, tokens_per_page=tokens_per_page, max_batch_size=max_batch_size
+        ),
+        MicroBatchScheduler(max_num_tokens=max_num_tokens, chunk_tokens=chunk_tokens),
+        on_step=records.append,
+    )
+    return Rig(executor, loop, records)
+
+
+@pytest.fixture(scope="session")
+def fakes() -> types.SimpleNamespace:
+    """`make_rig`, `FakeExecutor`, `expected_ids`, `hashed_next_id` and the fake's constants."""
+    return types.SimpleNamespace(
+        make_rig=make_rig,
+        FakeExecutor=FakeExecutor,
+        expected_ids=expected_ids,
+        hashed_next_id=hashed_next_id,
+        VOCAB=VOCAB,
+        EOS=EOS,
+    )
