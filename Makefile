@@ -71,7 +71,7 @@ docs: env
 	$(BIN)/python docs/generate_cli.py
 
 bench: $(ENGINE)
-	$(BIN)/python -m benchmarks
+	@for x in benchmarks/*.py; do echo "$$x"; $(BIN)/python $$x || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -28,7 +28,8 @@ def build_options(function: F) -> F:
         if facts["kind"] is bool:
             # An option that is on by default is turned off: `--no-verify`.
             flag = f"--{dashed}/--no-{dashed}"
-            function = click.option(flag, name, default=None, help=facts["help"])(function)
+            text = facts["help"] + (f" [default: --{dashed}]" if option.default else "")
+            function = click.option(flag, name, default=None, help=text)(function)
             continue
         kind = KINDS[facts["kind"]]
         if facts["choices"]:

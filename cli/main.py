@@ -26,6 +26,7 @@ class _Commands(RootGroup):
 
 
 @click.group(
+    "tapeout",
     cls=_Commands,
     # Users of other toolchains type --max_batch_size; both spellings name the same option.
     context_settings={
@@ -59,4 +60,4 @@ def cli(log_level: str) -> None:
 
 def main() -> None:
     """Entry point of the installed command; exits with the command's code."""
-    cli.main(prog_name="tapeout")
+    cli.main(prog_name=cli.name)

@@ -26,6 +26,7 @@ from tapeout.runtime.engine.program_check import ProgramWeight, program_problems
 from tapeout.runtime.engine.reader import open_weights_file
 
 _NO_SEAL = bytes(SHA_BYTES)
+_HEADER_RESERVE_BYTES = 2048  # room for the verdict of the comparison with Hugging Face
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 #: Told (bytes written, bytes in all) after every tensor.
@@ -73,11 +74,41 @@ def write_engine(
     shared: bool = False,
     progress: Progress | None = None,
 ) -> WriteResult:
-    """Write an engine, and with `shared` its sibling weight file, atomically.
+    """Write an engine in one go: `stage_engine` and `commit`."""
+    with stage_engine(
+        path,
+        manifest,
+        program,
+        weights,
+        read,
+        kernels,
+        texts,
+        source_digest=source_digest,
+        shared=shared,
+        progress=progress,
+    ) as staged:
+        return staged.commit(manifest)
+
+
+def stage_engine(
+    path: str | Path,
+    manifest: Manifest,
+    program: Program,
+    weights: Mapping[str, WeightRef],
+    read: Read,
+    kernels: Mapping[str, bytes],
+    texts: Mapping[str, bytes],
+    *,
+    source_digest: str,
+    shared: bool = False,
+    progress: Progress | None = None,
+) -> StagedEngine:
+    """Write an engine, and with `shared` its sibling weight file, under a temporary name.
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
-    digest. `manifest.weights` is filled in here. The file appears under `path` complete or not at
-    all. Same arguments, same bytes. Peak memory: one recipe's result plus its largest source.
+    digest. `manifest.weights` is filled in here. What is staged can be opened like any engine;
+    `commit` gives it its name. Same arguments, same bytes. Peak memory: one recipe's result plus
+    its largest source.
 
     Raises UsageError for an unusable path, TapeoutError when the program is unsound, a recipe
     fails or the disk is full.
@@ -94,17 +125,59 @@ def write_engine(
         layout = plan_layout(KIND_WEIGHTS, {"digest": digest}, specs, {})
         found = _existing_seal(sibling, digest, layout)
         reused = found is not None
-        seal = found or _write_file(sibling, layout, weights, read, {}, _NO_SEAL, progress)
+        seal = found or _write_file(sibling, layout, weights, read, progress)
         paths, shared_bytes = [path, sibling], layout.file_bytes
-    manifest = replace(manifest, weights=facts)
-    metadata = {"manifest": _dump(manifest.to_json()), "program": _dump(program.to_json())}
     blobs = {f"kernels/{n}": b for n, b in kernels.items()} | {f"text/{n}": b for n, b in texts.items()}
     embedded = {} if shared else weights
-    sizes = {name: len(blob) for name, blob in blobs.items()}
-    layout = plan_layout(KIND_ENGINE, metadata, {n: specs[n] for n in embedded}, sizes)
-    _write_file(path, layout, embedded, read, blobs, seal, progress)
+
+    def lay_out(manifest: Manifest, header_bytes: int = 0) -> Layout:
+        manifest = replace(manifest, weights=facts)
+        metadata = {"manifest": _dump(manifest.to_json()), "program": _dump(program.to_json())}
+        sizes = {name: len(blob) for name, blob in blobs.items()}
+        return plan_layout(KIND_ENGINE, metadata, {n: specs[n] for n in embedded}, sizes, header_bytes)
+
+    # The header stands in front of the weights, but a verdict on the written engine belongs into it.
+    layout = lay_out(manifest, len(lay_out(manifest).header) + _HEADER_RESERVE_BYTES)
+    file = _PendingFile(path, layout, blobs, seal)
+    with file.failing_cleanly():
+        file.write_sections(embedded, read, progress)
+        file.write_integrity()
     sizes = {**layout.sizes(), "shared_weights": shared_bytes, "total": layout.file_bytes + shared_bytes}
-    return WriteResult(tuple(paths), sizes, reused)
+    return StagedEngine(file, lay_out, WriteResult(tuple(paths), sizes, reused))
+
+
+class StagedEngine:
+    """A complete engine under a temporary name. As a context manager it is dropped on the way
+    out unless it was committed."""
+
+    def __init__(
+        self, file: _PendingFile, lay_out: Callable[[Manifest, int], Layout], result: WriteResult
+    ) -> None:
+        self._file, self._lay_out, self._result = file, lay_out, result
+        self._committed = False
+
+    @property
+    def path(self) -> Path:
+        """Where the engine lies for now; `open_engine` takes it."""
+        return self._file.temporary
+
+    def commit(self, manifest: Manifest) -> WriteResult:
+        """Seal the engine with the final manifest and rename it to its path."""
+        with self._file.failing_cleanly():
+            self._file.replace_header(self._lay_out(manifest, len(self._file.layout.header)))
+            self._file.write_integrity()
+            self._file.rename()
+        self._committed = True
+        return self._result
+
+    def __enter__(self) -> StagedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if not self._committed and not self._result.shared_reused:
+            for sibling in self._result.paths[1:]:
+                sibling.unlink(missing_ok=True)
 
 
 def _dump(data: Any) -> str:
@@ -148,58 +221,96 @@ def _write_file(
     layout: Layout,
     weights: Mapping[str, WeightRef],
     read: Read,
-    blobs: Mapping[str, bytes],
-    shared_seal: bytes,
     progress: Progress | None,
 ) -> bytes:
-    """Write one file; returns its seal."""
-    _remove_leftovers(path)
-    _check_space(path, layout.file_bytes)
-    try:
-        with _temporary(path) as (temporary, file):
-            seal = _write_sections(file, layout, weights, read, blobs, shared_seal, progress)
-            file.flush()
-            os.fsync(file.fileno())
-            if file.tell() != layout.file_bytes:
-                raise AssertionError(f"{file.tell()} bytes written, {layout.file_bytes} were laid out")
-            temporary.replace(path)
-            _sync_directory(path.parent)
-            return seal
-    except OSError as error:
-        if error.errno in _DISK_FULL:
-            raise _disk_full(path, layout.file_bytes) from None
-        raise TapeoutError(f"{path} could not be written: {error.strerror or error}") from error
-
-
-def _write_sections(
-    file: IO[bytes],
-    layout: Layout,
-    weights: Mapping[str, WeightRef],
-    read: Read,
-    blobs: Mapping[str, bytes],
-    shared_seal: bytes,
-    progress: Progress | None,
-) -> bytes:
-    checksums = WeightChecksums()
-    file.write(layout.header)
-    for entry in layout.entries.values():
-        section, _, name = entry.name.partition("/")
-        if section == "integrity":
-            continue
-        if section == "weights":
-            _write_weight(file, checksums, _run(name, weights[name], read))
-        elif section == "padding":
-            checksums.update(bytes(entry.size_bytes))
-            file.write(bytes(entry.size_bytes))
-        else:
-            file.write(blobs[entry.name])
-        if progress is not None:
-            progress(entry.end, layout.file_bytes)
-    chunks, weights_sha = checksums.finish()
-    hashed = [blobs[e.name] for e in layout.hashed]
-    section_bytes, seal = integrity_section(layout.header, chunks, weights_sha, shared_seal, hashed)
-    file.write(section_bytes)
+    """Write a shared weight file; returns its seal."""
+    file = _PendingFile(path, layout, {}, _NO_SEAL)
+    with file.failing_cleanly():
+        file.write_sections(weights, read, progress)
+        seal = file.write_integrity()
+        file.rename()
     return seal
+
+
+class _PendingFile:
+    """A file being written under a temporary name, section by section."""
+
+    def __init__(self, path: Path, layout: Layout, blobs: Mapping[str, bytes], shared_seal: bytes) -> None:
+        _remove_leftovers(path)
+        _check_space(path, layout.file_bytes)
+        self.path, self.layout = path, layout
+        self._blobs, self._shared_seal = blobs, shared_seal
+        self._stack = contextlib.ExitStack()
+        with self.failing_cleanly():
+            self.temporary, self._file = self._stack.enter_context(_temporary(path))
+
+    @contextlib.contextmanager
+    def failing_cleanly(self) -> Iterator[None]:
+        """On any failure the temporary file goes; errors of the disk become ours."""
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            if error.errno in _DISK_FULL:
+                raise _disk_full(self.path, self.layout.file_bytes) from None
+            raise TapeoutError(f"{self.path} could not be written: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def write_sections(self, weights: Mapping[str, WeightRef], read: Read, progress: Progress | None) -> None:
+        """Header, weights and blobs: all but the integrity section."""
+        file, checksums = self._file, WeightChecksums()
+        file.write(self.layout.header)
+        for entry in self.layout.entries.values():
+            section, _, name = entry.name.partition("/")
+            if section == "integrity":
+                continue
+            if section == "weights":
+                _write_weight(file, checksums, _run(name, weights[name], read))
+            elif section == "padding":
+                checksums.update(bytes(entry.size_bytes))
+                file.write(bytes(entry.size_bytes))
+            else:
+                file.write(self._blobs[entry.name])
+            if progress is not None:
+                progress(entry.end, self.layout.file_bytes)
+        self._checksums = checksums.finish()
+        self._integrity_at = file.tell()
+
+    def replace_header(self, layout: Layout) -> None:
+        """Write a header of the same length over the first one."""
+        if len(layout.header) != len(self.layout.header):
+            raise TapeoutError(
+                f"the final manifest takes a header of {len(layout.header)} bytes, "
+                f"{len(self.layout.header)} are reserved",
+                hint="the verdict is too long for the manifest; figures belong in the report",
+            )
+        self.layout = layout
+        self._file.seek(0)
+        self._file.write(layout.header)
+
+    def write_integrity(self) -> bytes:
+        """Checksums of all that was written, synced to disk; returns the seal."""
+        hashed = [self._blobs[e.name] for e in self.layout.hashed]
+        section, seal = integrity_section(self.layout.header, *self._checksums, self._shared_seal, hashed)
+        self._file.seek(self._integrity_at)
+        self._file.write(section)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._file.tell() != self.layout.file_bytes:
+            raise AssertionError(f"{self._file.tell()} bytes written, {self.layout.file_bytes} were laid out")
+        return seal
+
+    def rename(self) -> None:
+        self.temporary.replace(self.path)
+        _sync_directory(self.path.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Remove the temporary file unless it was renamed."""
+        with contextlib.suppress(OSError):  # a full disk fails again when the rest is flushed
+            self._stack.close()
 
 
 def _run(name: str, ref: WeightRef, read: Read) -> np.ndarray:

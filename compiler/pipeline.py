@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tapeout.compiler.graph import Graph
+from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.passes.canonicalize import canonicalize
 from tapeout.compiler.passes.fold_scalars import fold_scalars
 from tapeout.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
@@ -18,7 +20,9 @@ from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from tapeout.compiler.passes.fuse_rope import fuse_rope
 from tapeout.compiler.passes.merge_qkv import merge_qkv
 from tapeout.compiler.passes.page_attention import page_attention
+from tapeout.compiler.passes.quantize_linears import quantize_linears
 from tapeout.compiler.passes.select_logit_rows import select_logit_rows
+from tapeout.model_defs.facts import expected_counts
 from tapeout.plugins.errors import UnsupportedError
 
 Pass = Callable[[Graph], int]
@@ -34,6 +38,26 @@ PASSES: tuple[Pass, ...] = (
     page_attention,
     select_logit_rows,
 )
+
+# Which of the model's facts (see model_defs/facts.py) says how often a pass must match.
+_FACT_OF_PASS = {
+    "fuse_rms_norm": "rms_norm",
+    "fuse_rope": "rope",
+    "merge_qkv": "qkv_merge",
+    "fuse_gated_mlp": "gated_mlp",
+    "page_attention": "attention",
+}
+
+
+def passes_for(options: BuildOptions) -> tuple[Pass, ...]:
+    """The passes of a build: quantization comes last, over the merged linears."""
+    return (*PASSES, quantize_linears) if options.quantize == "int8-dynamic" else PASSES
+
+
+def expected_matches(config: Any) -> dict[str, int | None]:
+    """Match counts by pass name, as far as the config tells them."""
+    facts = expected_counts(config)
+    return {pass_: facts[fact] for pass_, fact in _FACT_OF_PASS.items()} | {select_logit_rows.__name__: 1}
 
 
 def run_passes(

@@ -56,7 +56,7 @@ def plan_program(module: Module, limits: Limits, tactics: Mapping[str, tuple[Tac
         Record(
             node.op,
             tuple(view(o) for o in node.inputs),
-            tuple(f"weights/{w}" if w else "" for w in node.weights),
+            tuple(node.weights),
             tuple(_whole_view(v) for v in node.outputs),
             dict(node.attrs),
             signature_of(node, module).key(),

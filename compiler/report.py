@@ -7,12 +7,14 @@ and memory depend on the host and stand here, in `FILE.report.json` beside the e
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tapeout.runtime.engine.manifest import Limits
+if TYPE_CHECKING:  # `tapeout --help` imports this module and must not load the runtime
+    from tapeout.runtime.engine.manifest import Limits
 
 REPORT_VERSION = 1
 
@@ -20,6 +22,16 @@ REPORT_VERSION = 1
 def report_path(engine: Path) -> Path:
     """Where the report of an engine lies: `m.engine` -> `m.engine.report.json`."""
     return engine.with_name(engine.name + ".report.json")
+
+
+def write_report(report: BuildReport, path: Path) -> None:
+    """Write the report as JSON; `path` holds the old or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

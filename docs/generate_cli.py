@@ -19,7 +19,8 @@ Every option may be typed with underscores too: `--max_batch_size` is `--max-bat
 
 def section(command: click.Command, name: str, parent: click.Context | None = None) -> str:
     # A fixed width: the file must not depend on the terminal it was written from.
-    context = click.Context(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100)
+    width = {"max_content_width": 100, "terminal_width": 100}
+    context = click.Context(command, info_name=name, parent=parent, **command.context_settings | width)
     text = re.sub(r" +$", "", command.get_help(context), flags=re.M)
     parts = [f"## {context.command_path}\n\n```text\n{text}\n```\n"]
     if isinstance(command, click.Group):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tapeout.plugins.errors import UsageError
+from tapeout.plugins.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from tapeout.model_defs.source import ModelSource
@@ -24,6 +24,8 @@ def check_checkpoint(
     source: ModelSource, expected: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
 ) -> None:
     """UsageError listing every missing, extra and mis-shaped tensor; nothing when all fit.
+
+    UnsupportedError instead when transformers would convert this family's checkpoints itself.
 
     Args:
         expected: shape of every persistent parameter and buffer of the model by HF name.
@@ -44,6 +46,15 @@ def check_checkpoint(
             )
     if not lines:
         return
+    if _converted_by_hf(source):
+        raise UnsupportedError(
+            f"checkpoints of {source.config.model_type} are rewritten by transformers while it loads them "
+            f"(experts are merged and renamed), which is not supported; {len(lines)} tensors differ, "
+            f"the first:\n"
+            f"{lines[0]}",
+            hint="save the model once with transformers 5 in its own layout: save_pretrained(DIR, "
+            "save_original_format=False)",
+        )
     more = [f"  and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
     raise UsageError(
         f"the checkpoint does not fit its config ({source.config.model_type}): {len(lines)} tensors differ:\n"
@@ -61,6 +72,12 @@ def known_unused(source: ModelSource, names: Mapping[str, object]) -> dict[str, 
     return {
         name: reason for name in names for pattern, reason in patterns.items() if re.search(pattern, name)
     }
+
+
+def _converted_by_hf(source: ModelSource) -> bool:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return bool(get_checkpoint_conversion_mapping(source.config.model_type))
 
 
 def _ignored_by_hf(source: ModelSource) -> list[str]:

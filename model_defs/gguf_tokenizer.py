@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tapeout.model_defs.gguf_file import GgufFile
 from tapeout.plugins.errors import UnsupportedError, UsageError
@@ -63,6 +63,8 @@ def load_gguf_tokenizer(file: GgufFile) -> Any | None:
         raise UnsupportedError(f"{file.path}: tokenizer {kind!r} cannot be built: {error}") from error
     if split is not None:
         backend.pre_tokenizer = split
+    if kind == "llama" and fields.get("add_prefix_space") is False:
+        _drop_space_prefix(backend)
     # as AutoTokenizer does: the options carry special tokens, BOS/EOS flags and the chat template
     return PreTrainedTokenizerFast(tokenizer_object=_within_vocabulary(backend, len(tokens)), **options)
 
@@ -86,6 +88,17 @@ def _known_split(file: GgufFile, kind: str) -> Any | None:
         f"{file.path}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) has no known split rules; "
         f"known: {', '.join(known)}",
         hint="use the model's Hugging Face checkpoint, or add its rules to model_defs/gguf_tokenizer.py",
+    )
+
+
+def _drop_space_prefix(backend: Tokenizer) -> None:
+    """Honour `add_space_prefix: false`, which transformers' GGUF converter reads and ignores."""
+    if not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+        return  # Gemma and Phi-3 have normalizers of their own
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never", split=False)
+    # LlamaTokenizer(add_prefix_space=False): no space is stripped from the front either
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
 
 

@@ -35,10 +35,7 @@ class SafetensorsCheckpoint:
         try:
             return tensor.read()
         except (OSError, EOFError) as error:
-            raise UsageError(
-                f"tensor {name!r} cannot be read from {tensor.path}: {error}",
-                hint="the checkpoint changed after it was opened; run the command again",
-            ) from error
+            raise _unreadable(name, error) from error
 
     def digest(self) -> str:
         parts = ((n, t.info.dtype, t.info.shape, t.path, t.start, t.nbytes) for n, t in self.files.items())
@@ -64,8 +61,11 @@ def digest_tensors(parts: Iterable[tuple[str, str, tuple[int, ...], Path, int, i
 
     def hash_bytes(part: tuple[str, str, tuple[int, ...], Path, int, int]) -> str:
         digest = hashlib.sha256()
-        for chunk in read_range(part[3], part[4], part[5]):
-            digest.update(chunk)
+        try:
+            for chunk in read_range(part[3], part[4], part[5]):
+                digest.update(chunk)
+        except (OSError, EOFError) as error:
+            raise _unreadable(part[0], error) from error
         return digest.hexdigest()
 
     total = hashlib.sha256()
@@ -73,6 +73,13 @@ def digest_tensors(parts: Iterable[tuple[str, str, tuple[int, ...], Path, int, i
         for part, value in zip(ordered, pool.map(hash_bytes, ordered), strict=True):
             total.update(json.dumps([part[0], part[1], list(part[2]), value]).encode() + b"\n")
     return total.hexdigest()
+
+
+def _unreadable(name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"tensor {name!r} cannot be read: {error}",
+        hint="the checkpoint changed after it was opened; run the command again",
+    )
 
 
 def open_checkpoint(folder: Path) -> SafetensorsCheckpoint:

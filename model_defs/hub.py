@@ -37,10 +37,10 @@ def fetch_snapshot(model: str, *, revision: str | None, cache_dir: str | None, w
         if _is_complete(cached):
             return cached
         reason = f"the cached copy at {cached} is incomplete"
-    except Exception as error:  # not in the cache: LocalEntryNotFoundError and relatives
-        reason = f"not in the local cache ({_first_line(error)})"
+    except Exception:  # LocalEntryNotFoundError and relatives; its text advises about Python arguments
+        reason = "it is not in the local cache"
     try:
-        return Path(
+        fetched = Path(
             snapshot_download(
                 model, revision=revision, cache_dir=cache_dir, allow_patterns=patterns, etag_timeout=5
             )
@@ -53,6 +53,13 @@ def fetch_snapshot(model: str, *, revision: str | None, cache_dir: str | None, w
             hint="check the id and the network (HF_TOKEN for gated models), or download the model elsewhere "
             "and give its directory; with HF_HUB_OFFLINE=1 it must already be in the cache under HF_HOME",
         ) from error
+    if not _is_complete(fetched):  # offline, huggingface_hub hands out whatever the cache has
+        raise UsageError(
+            f"model {model!r}: {fetched} has no config.json with complete safetensors weights",
+            hint="without HF_HUB_OFFLINE a partial download is completed; "
+            "a model with pickle weights only must be converted to safetensors first",
+        )
+    return fetched
 
 
 def _is_complete(folder: Path) -> bool:

@@ -23,7 +23,7 @@ import numpy as np
 
 from tapeout.model_defs.recipe_steps import ROWWISE, VIEWS, Step, mismatch, np_dtype, rowwise, view
 from tapeout.model_defs.source import TensorInfo
-from tapeout.plugins.errors import TapeoutError, UnsupportedError
+from tapeout.plugins.errors import UnsupportedError
 
 #: Reads a checkpoint tensor (or `const:<name>`) into host memory.
 Read = Callable[[str], np.ndarray]
@@ -151,52 +151,6 @@ def _dim(ref: WeightRef, dim: int) -> int:
     if not -len(ref.shape) <= dim < len(ref.shape):
         raise UnsupportedError(f"{ref.text()}: dim {dim} does not exist in shape {list(ref.shape)}")
     return dim % len(ref.shape)
-
-
-def bind_checkpoint(
-    weights: Mapping[str, WeightRef], tensors: Mapping[str, TensorInfo]
-) -> dict[str, WeightRef]:
-    """Recipes over what the checkpoint really holds: casts are added where its dtype is not the graph's.
-
-    The tracing knows weights by name, shape and the dtype of the build only. Raises TapeoutError
-    that lists every source the checkpoint lacks or holds in another shape; `const:` sources pass.
-    """
-    bad: list[str] = []
-
-    def source(s: str | WeightRef, plain: WeightRef | None) -> str | WeightRef:
-        if isinstance(s, WeightRef):
-            return bind(s)
-        if s.startswith(CONST_PREFIX):
-            return s
-        if s not in tensors:
-            bad.append(f"{s}: not in the checkpoint")
-        elif plain is not None and tensors[s].shape != plain.shape:
-            bad.append(f"{s}: shape {list(tensors[s].shape)}, expected {list(plain.shape)}")
-        return s
-
-    def bind(ref: WeightRef) -> WeightRef:
-        sources = tuple(source(s, None if ref.steps else ref) for s in ref.sources)
-        if ref.steps and ref.steps[0].name == "concat":  # names become refs, so that parts have sizes
-            sources = tuple(
-                WeightRef.of(tensors[s]) if isinstance(s, str) and s in tensors else s for s in sources
-            )
-        keeps_dtype = all(s.name not in ROWWISE for s in ref.steps)
-        cast = (Step("cast", (("dtype", ref.dtype),)),)
-        if len(sources) == 1 and isinstance(sources[0], str):
-            info = tensors.get(sources[0])
-            steps = ref.steps + (cast if info and keeps_dtype and info.dtype != ref.dtype else ())
-            return replace(ref, steps=steps)
-        if keeps_dtype:
-            sources = tuple(s.cast(ref.dtype) if isinstance(s, WeightRef) else s for s in sources)
-        return replace(ref, sources=sources)
-
-    bound = {name: bind(ref) for name, ref in weights.items()}
-    if bad:
-        raise TapeoutError(
-            "the checkpoint does not fit the model:\n" + "\n".join(f"  {line}" for line in bad),
-            hint="compare config.json with the weights; they must come from one model",
-        )
-    return bound
 
 
 def recipe_digest(weights: Mapping[str, WeightRef], source_digest: str, read: Read) -> str:

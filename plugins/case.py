@@ -26,9 +26,7 @@ class Tolerance:
         import torch
 
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
-            return (
-                f"got {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
-            )
+            return f"got {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
         got, wanted = actual.double(), expected.double()
         finite = torch.isfinite(wanted)
         same = torch.where(finite, False, (got == wanted) | (got.isnan() & wanted.isnan()))

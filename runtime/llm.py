@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -15,7 +16,6 @@ from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
-from tapeout.runtime.executors import load_executor
 from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
 from tapeout.runtime.kv_budget import plan_kv_pool
@@ -26,6 +26,7 @@ from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.request import Request, RequestTimes
 from tapeout.runtime.step import Executor
+from tapeout.runtime.stream import RequestStream
 from tapeout.runtime.text.chat_template import ChatTemplate, Message
 from tapeout.runtime.tokenizer import Tokenizer
 
@@ -65,6 +66,9 @@ class LLM:
         threads: int | None = None,
         on_step: Any = None,
     ) -> None:
+        # Executors bring native-code loading with them, which importing `LLM` need not pay for.
+        from tapeout.runtime.executors import load_executor
+
         self.engine: Engine = open_engine(os.fspath(engine))
         try:
             limits = self.engine.manifest.limits
@@ -109,6 +113,8 @@ class LLM:
         self._chat_template: ChatTemplate | None = None
         self._ids = count()
         self._lock = threading.RLock()
+        # Streams closed by the garbage collector, maybe within a turn: aborted before the next one.
+        self._abandoned: deque[str] = deque()
         self._closed = False
 
     # ---- calls ----------------------------------------------------------------------------
@@ -138,20 +144,19 @@ class LLM:
             raise
         return [c.output() for c in collectors]
 
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Run one prompt; yields deltas.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
+        """Run one prompt; returns an iterator of deltas. The request is queued at once.
 
         Each result's `outputs[0]` holds only the text, ids and logprobs that are new since the
         last one; the last has `finished` True and the finish_reason. Joined texts equal the text
-        `generate` gives. Generation advances as results are taken; closing the iterator aborts it.
+        `generate` gives. Generation advances as results of this or other calls are taken; closing or
+        dropping the iterator aborts the request.
 
         Raises:
             UsageError: at once, when the prompt can never run.
         """
         (collector,) = self._add([prompt], sampling_params)
-        return self._deltas(collector)
+        return RequestStream(collector, self._next_delta, self._abandoned.append)
 
     def chat(
         self,
@@ -212,6 +217,8 @@ class LLM:
             return self._loop.abort(request_id)
 
     def stats(self) -> LoopStats:
+        """Counts so far. A surplus step after the last answer is read by the next call, until
+        when its pages count as used."""
         with self._lock:
             return self._loop.stats()
 
@@ -281,21 +288,17 @@ class LLM:
         return collector
 
     def _turn(self) -> None:
+        """One turn of the loop, under the lock."""
         with self._lock:
+            while self._abandoned:
+                self._loop.abort(self._abandoned.popleft())
             self._loop.step()
 
-    def _deltas(self, collector: Collector) -> Iterator[RequestOutput]:
-        try:
-            while True:
-                with self._lock:
-                    while not collector.has_delta:
-                        self._loop.step()
-                    delta = collector.take_delta()
-                yield delta
-                if delta.finished:
-                    return
-        finally:
-            self._abort([collector])
+    def _next_delta(self, collector: Collector) -> RequestOutput:
+        with self._lock:
+            while not collector.has_delta:
+                self._turn()
+            return collector.take_delta()
 
     def _abort(self, collectors: Sequence[Collector]) -> None:
         with self._lock:

@@ -203,16 +203,15 @@ class EngineLoop:
             self._fail_step(step.plan, outcome)
         else:
             self._hand_out(step.plan, outcome)
-        for row in step.plan.scheduled:
-            request = self._draining.get(row.request_id)
-            if request is not None and request.last_step <= self._last_read:
-                del self._draining[row.request_id]
+        if self._draining:
+            for request in [r for r in self._draining.values() if r.last_step <= self._last_read]:
+                del self._draining[request.request_id]
                 self._release(request)
 
     def _hand_out(self, plan: StepPlan, result: StepResult) -> None:
         now = self.clock()
         token_ids, finite = result.token_ids.tolist(), result.finite.tolist()
-        index = 0
+        index = taken = 0
         for row in plan.scheduled:
             if not row.samples:
                 continue
@@ -223,16 +222,17 @@ class EngineLoop:
                 self._fail(request, f"the model's logits are not finite at position {row.start}")
             else:
                 self._take_token(request, token_ids[index], result.logprobs[index], now)
+                taken += 1
             index += 1
+        self._counts["generation_tokens"] += taken
 
     def _take_token(
         self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
     ) -> None:
-        request.output_tokens += 1
-        self._counts["generation_tokens"] += 1
-        if request.times.first_token is None:
+        if request.output_tokens == 0:
             request.times.first_token = now
-        finish = _ended_by_id(request, token_id)
+        request.output_tokens += 1
+        finish = _ended_by_id(request, token_id) if token_id in request.ending_ids else None
         try:
             stop = request.sink.on_token(token_id, logprobs, finish is not None)
         except Exception as error:
@@ -285,8 +285,5 @@ class EngineLoop:
 def _ended_by_id(request: Request, token_id: int) -> Finish | None:
     if request.output_tokens < request.params.min_tokens:
         return None
-    if token_id in request.stop_token_ids:
-        return Finish(FinishReason.STOP, token_id)
-    if token_id in request.eos_token_ids:
-        return Finish(FinishReason.STOP)
-    return None
+    # A stop id the user named is told even where it is an EOS id as well.
+    return Finish(FinishReason.STOP, token_id if token_id in request.stop_token_ids else None)

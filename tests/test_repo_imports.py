@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +34,44 @@ def test_the_runtime_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(set({HEAVY!r}) & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.fixture(scope="module")
+def copied_folders(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders under their import names, free to be spoiled."""
+    top = tmp_path_factory.mktemp("contracts")
+    for folder in FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(repo / folder, top / "tapeout" / folder, ignore=ignored)
+    shutil.copy(repo / "pyproject.toml", top)
+    return top
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("plugins/errors.py", "import tapeout.runtime", "Layers"),
+        ("runtime/output.py", "import tapeout.model_defs", "Layers"),
+        ("runtime/output.py", "def f():\n    import transformers", "The runtime needs no compiler stack"),
+        ("plugins/errors.py", "import onnx", "The runtime needs no compiler stack"),
+        ("cli/format.py", "import numpy", "Commands are thin"),
+    ],
+)
+def test_contracts_can_be_broken(copied_folders: Path, file: str, line: str, contract: str) -> None:
+    path = copied_folders / "tapeout" / file
+    clean = path.read_text()
+    path.write_text(f"{clean}\n{line}\n")
+    try:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
+            cwd=copied_folders,
+            env={**os.environ, "PYTHONPATH": str(copied_folders)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        path.write_text(clean)
+    assert done.returncode == 1, done.stdout
+    broken = [text for text in done.stdout.splitlines() if text.endswith("BROKEN")]
+    assert any(text.startswith(contract) for text in broken), broken

@@ -12,6 +12,7 @@ from tapeout.plugins.cpu import OpSignature, StepState, TensorType
 from tapeout.runtime.engine.manifest import Limits
 
 _POOL_LAYERS = 1
+_MAX_COPIES = 32  # of weights; small ones stay in cache in a real step too
 _DECODE_CONTEXT_TOKENS = 512  # cache length of the sequences decode attention is timed on
 
 
@@ -38,7 +39,7 @@ def make_weights(signature: OpSignature, bytes_wanted: int, seed: int) -> tuple[
     generator = torch.Generator().manual_seed(seed)
     first = tuple(_random_weight(t, generator) for t in signature.weights)
     size = sum(w.numel() * w.element_size() for w in first)
-    copies = max(1, math.ceil(bytes_wanted / size)) if size else 1
+    copies = min(_MAX_COPIES, max(1, math.ceil(bytes_wanted / size))) if size else 1
     return (first, *(tuple(w.clone() for w in first) for _ in range(copies - 1)))
 
 

@@ -28,6 +28,7 @@ class Choices:
 
     ranges: Mapping[str, tuple[TacticRange, ...]]
     timings: tuple[TacticTiming, ...]
+    timed: bool
 
 
 def anchors(most: int) -> list[int]:
@@ -42,7 +43,7 @@ def select_tactics(
     machine: Machine,
     cache: TimingCache,
     *,
-    kernels: Callable[[], Any],
+    kernels: Any,
     seed: int,
     batch_invariant: bool,
     progress: Callable[[str], None] = lambda text: None,
@@ -50,7 +51,7 @@ def select_tactics(
     """Time what the cache does not know and pick the fastest correct tactic at every anchor.
 
     Args:
-        kernels: loads the native library; called only when something must be timed.
+        kernels: the loaded native library.
         batch_invariant: one tactic for all rows, among those whose rows do not depend on company.
 
     Raises:
@@ -72,7 +73,18 @@ def select_tactics(
         winners = _winners(key, outcomes, batch_invariant)
         ranges[key] = _as_ranges(winners)
         timings += [_report(key, rows, winners[rows], outcomes[rows], rejected, known[rows]) for rows in outcomes]
-    return Choices(ranges, tuple(timings))
+    return Choices(ranges, tuple(timings), timed=True)
+
+
+def choose_untimed(
+    signatures: Mapping[str, OpSignature], limits: Limits, host: HostCpu, batch_invariant: bool
+) -> Choices:
+    """The last usable tactic of each op for all rows, with nothing measured: for dry runs."""
+    ranges = {}
+    for key, signature in signatures.items():
+        usable, _ = _candidates(signature, host, batch_invariant)
+        ranges[key] = (TacticRange(max_rows(signature.outputs[0].shape, limits), usable[-1].name),)
+    return Choices(ranges, (), timed=False)
 
 
 def _candidates(
@@ -100,7 +112,7 @@ class _Timer:
         candidates: list[CpuTactic],
         limits: Limits,
         seed: int,
-        kernels: Callable[[], Any],
+        kernels: Any,
     ) -> None:
         self.signature, self.candidates, self.limits, self.seed = signature, candidates, limits, seed
         self.kernels = kernels
@@ -118,7 +130,7 @@ class _Timer:
             if tactic.name not in self.prepared:
                 self.prepared[tactic.name] = [tactic.prepare(w, self.signature.attrs) for w in self.weights]
             outcomes[tactic.name] = measure(
-                tactic, self.signature, case, expected, self.prepared[tactic.name], self.kernels()
+                tactic, self.signature, case, expected, self.prepared[tactic.name], self.kernels
             )
         return outcomes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import statistics
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from tapeout.compiler.tactics.case import Case, layerless
+from tapeout.plugins.case import tolerance
 from tapeout.plugins.cpu import BoundCall, CpuTactic, OpSignature, StepState
 from tapeout.plugins.registry import OPS
 
@@ -84,13 +86,12 @@ def _difference(
     signature: OpSignature, outputs: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]
 ) -> str | None:
     """None when equal within the op's tolerance, else how far apart."""
-    tolerance = importlib.import_module(f"tapeout.plugins.{signature.op}.cases").TOLERANCE
-    for name, got, want in zip(OPS[signature.op].outputs, outputs, expected, strict=True):
-        rtol, atol = tolerance[signature.outputs[0].dtype]
-        want = want.reshape(got.shape)
-        if not torch.allclose(got.double(), want.double(), rtol=rtol, atol=atol):
-            worst = (got.double() - want.double()).abs().max().item()
-            return f"output {name} differs from the reference by {worst:.3g} (rtol {rtol}, atol {atol})"
+    for name, type_, got, want in zip(
+        OPS[signature.op].outputs, signature.outputs, outputs, expected, strict=True
+    ):
+        violation = tolerance(signature.op, type_.dtype).violation(got, want.reshape(got.shape))
+        if violation is not None:
+            return f"output {name}: {violation}"
     return None
 
 

@@ -13,7 +13,11 @@ _SHAPES: tuple[tuple[int | str, ...], ...] = (("T", 64), ("T", 100), ("T", 5, 64
 def _case(dtype: str, weight_dtype: str, shape: tuple[int | str, ...], offset: float, cast: bool) -> Case:
     attrs = {"eps": 1e-5, "weight_offset": offset, "cast_before_weight": cast}
     types = signature(
-        "add_rms_norm", (TensorType(dtype, shape),) * 2, (TensorType(dtype, shape),) * 2, (TensorType(weight_dtype, (shape[-1],)),), attrs
+        "add_rms_norm",
+        (TensorType(dtype, shape),) * 2,
+        (TensorType(dtype, shape),) * 2,
+        (TensorType(weight_dtype, (shape[-1],)),),
+        attrs,
     )
     style = "cast first" if cast else "weight first"
     return Case(f"{dtype} weight {weight_dtype} {list(shape)} offset {offset} {style}", types, (1, 3, 8, 70))

@@ -19,7 +19,12 @@ def _case(dtype: str, n: int, k: int, bias: bool, rows: tuple[int, ...]) -> Case
 
 
 CASES = (
-    *(_case(d, n, k, bias, (1, 2, 3, 4, 5, 6, 7, 8, 33)) for d in TOLERANCE for n, k in _SHAPES for bias in (False, True)),
+    *(
+        _case(d, n, k, bias, (1, 2, 3, 4, 5, 6, 7, 8, 33))
+        for d in TOLERANCE
+        for n, k in _SHAPES
+        for bias in (False, True)
+    ),
     *(_case(d, 50, 2048, False, (130,)) for d in TOLERANCE),  # more rows than one chunk of x
     *(_case(d, 1536, 576, True, (1, 9)) for d in TOLERANCE),  # enough work for several threads
-)  # fmt: skip
+)

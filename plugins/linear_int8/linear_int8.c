@@ -56,25 +56,25 @@ INLINE sums_t dot_step(sums_t sums, __m256i w, __m256i magnitude, const int8_t *
 
 INLINE void dot_tile(const int8_t *x, int64_t x_stride, const int8_t *weight, int64_t weight_stride,
                      int64_t k, int rows, int columns, int32_t *out) {
-    for (int i = 0; i < rows * columns; i++) out[i] = 0;
+    UNROLL for (int i = 0; i < rows * columns; i++) out[i] = 0;
     int64_t whole = 0;
 #ifdef __AVX2__
     whole = k & ~(int64_t)(STEP - 1);
     sums_t sums[TILE_ROWS * 8];
-    for (int i = 0; i < rows * columns; i++) sums[i] = zero_sums();
+    UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = zero_sums();
     for (int64_t i = 0; i < whole; i += STEP)
-#pragma clang loop unroll(full)
-        for (int c = 0; c < columns; c++) {
+        UNROLL for (int c = 0; c < columns; c++) {
             __m256i w = _mm256_loadu_si256((const __m256i *)(weight + c * weight_stride + i));
             __m256i magnitude = _mm256_abs_epi8(w);
-#pragma clang loop unroll(full)
-            for (int r = 0; r < rows; r++)
+            /* Rows are too short for the hardware prefetcher: name the next tile's lines. */
+            __builtin_prefetch(weight + (columns + c) * weight_stride + i);
+            UNROLL for (int r = 0; r < rows; r++)
                 sums[r * columns + c] = dot_step(sums[r * columns + c], w, magnitude, x + r * x_stride + i);
         }
-    for (int i = 0; i < rows * columns; i++) out[i] = total(sums[i]);
+    UNROLL for (int i = 0; i < rows * columns; i++) out[i] = total(sums[i]);
 #endif
-    for (int c = 0; c < columns; c++)
-        for (int r = 0; r < rows; r++) {
+    UNROLL for (int c = 0; c < columns; c++)
+        UNROLL for (int r = 0; r < rows; r++) {
             int32_t sum = 0;
             for (int64_t i = whole; i < k; i++)
                 sum += (int32_t)x[r * x_stride + i] * weight[c * weight_stride + i];
@@ -86,9 +86,9 @@ INLINE void tile(const linear_int8_args *a, const int8_t *x, int64_t x_stride, c
                  int64_t row, int64_t column, int rows, int columns, int dtype) {
     int32_t sums[TILE_ROWS * 8];
     dot_tile(x, x_stride, a->weight + column * a->weight_stride, a->weight_stride, a->k, rows, columns, sums);
-    for (int r = 0; r < rows; r++) {
+    UNROLL for (int r = 0; r < rows; r++) {
         void *out = at_out(a->out, (row + r) * a->out_stride + column, dtype);
-        for (int c = 0; c < columns; c++) {
+        UNROLL for (int c = 0; c < columns; c++) {
             float value = (float)sums[r * columns + c] * row_scales[r] * a->scale[column + c];
             if (a->bias) value += load1(a->bias, column + c, dtype);
             store1(out, c, value, dtype);

@@ -13,6 +13,8 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+/* Loops over register tiles must vanish early, or the tile lives in memory. */
+#define UNROLL _Pragma("clang loop unroll(full)")
 #define EXPORT __attribute__((visibility("default")))
 /* A kernel and the size of its argument block, which the Python side checks. */
 #define KERNEL(name, args_type)                                                                    \

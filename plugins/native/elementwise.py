@@ -23,7 +23,9 @@ class NativeElementwise(NativeTactic):
         (out,) = call.outputs
         left, to = as_rows(a, f"{self.op} input"), as_rows(out, f"{self.op} out")
         right = as_rows(b, f"{self.op} b") if b is not None else left
-        code = _CODES[self.op] if self.op in _CODES else _ACTIVATION + activation_code(str(call.attrs["kind"]))
+        code = (
+            _CODES[self.op] if self.op in _CODES else _ACTIVATION + activation_code(str(call.attrs["kind"]))
+        )
         return self.library(call).bind(
             "elementwise", a, left.row_stride, left.group_stride, b, right.row_stride, right.group_stride,
             out, to.row_stride, to.group_stride, to.rows, to.groups, to.dim, dtype_code(out), code,

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 
-
 def _team_launcher() -> int:
     """Address of GOMP_parallel in the OpenMP runtime torch has loaded; 0 when there is none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
-        if "libgomp" in os.path.basename(path):
+        if "libgomp" in Path(path).name:
             launcher = ctypes.CDLL(path).GOMP_parallel
             return ctypes.cast(launcher, ctypes.c_void_p).value or 0
     return 0

@@ -26,9 +26,7 @@ class AtenPagedAttention(CpuTactic):
         def run() -> None:
             num_seqs = int(step.counts[1])
             cu_q, kv_lens = step.cu_q[: num_seqs + 1], step.kv_lens[:num_seqs]
-            out.copy_(
-                paged_attention(q, k, v, sinks, step.kv_pool, step.page_table, cu_q, kv_lens, **attrs)
-            )
+            out.copy_(paged_attention(q, k, v, sinks, step.kv_pool, step.page_table, cu_q, kv_lens, **attrs))
 
         return run
 
@@ -49,14 +47,17 @@ class NativePagedAttention(NativeTactic):
     def bind(self, call: BoundCall) -> Callable[[], None]:
         (q, k, v), (out,) = call.inputs, call.outputs
         (sinks,) = (*call.weights, None)[:1]
-        views = [as_rows(t, f"paged_attention {name}") for t, name in ((q, "q"), (k, "k"), (v, "v"), (out, "out"))]
+        views = [
+            as_rows(t, f"paged_attention {name}") for t, name in ((q, "q"), (k, "k"), (v, "v"), (out, "out"))
+        ]
         strides = [(view.row_stride, view.group_stride) for view in views]
         step, attrs, pool = call.step, call.attrs, call.step.kv_pool
         return self.library(call).bind(
             "paged_attention", q, *strides[0], k, *strides[1], v, *strides[2], out, *strides[3], sinks,
             pool, step.page_table, step.page_table.stride(0), step.cu_q, step.kv_lens, step.counts,
             q.shape[1], k.shape[1], q.shape[2], pool.shape[1], int(attrs["layer"]), step.tokens_per_page,
-            dtype_code(q), dtype_code(pool), int(attrs["window"]), float(attrs["scale"]), float(attrs["softcap"]),
+            dtype_code(q), dtype_code(pool), int(attrs["window"]), float(attrs["scale"]),
+            float(attrs["softcap"]),
         )  # fmt: skip
 
 

@@ -80,16 +80,14 @@ typedef struct {
 /* Raw dot products of `rows` query rows with `columns` keys. */
 INLINE void score_tile(item_state *s, int64_t dim, int64_t row, int64_t key, int rows, int columns) {
     v8f sums[12];
-    for (int i = 0; i < rows * columns; i++) sums[i] = splat(0);
+    UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = splat(0);
     for (int64_t d = 0; d < dim; d += 8)
-#pragma clang loop unroll(full)
-        for (int c = 0; c < columns; c++) {
+        UNROLL for (int c = 0; c < columns; c++) {
             v8f k = load8_f32(s->keys[key + c] + d);
-#pragma clang loop unroll(full)
-            for (int r = 0; r < rows; r++) sums[r * columns + c] += k * load8_f32(s->q + (row + r) * dim + d);
+            UNROLL for (int r = 0; r < rows; r++) sums[r * columns + c] += k * load8_f32(s->q + (row + r) * dim + d);
         }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) s->scores[(row + r) * KEY_BLOCK + key + c] = sum8(sums[r * columns + c]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < columns; c++) s->scores[(row + r) * KEY_BLOCK + key + c] = sum8(sums[r * columns + c]);
 }
 
 INLINE void score_rows(item_state *s, int64_t dim, int64_t row, int64_t count, int rows) {
@@ -141,21 +139,20 @@ INLINE void value_rows(item_state *s, int64_t dim, int64_t row, int64_t count, i
     for (int64_t d = 0; d < dim; d += 16) {
         int wide = d + 16 <= dim;
         v8f sums[8];
-        for (int r = 0; r < rows; r++) {
+        UNROLL for (int r = 0; r < rows; r++) {
             const float *from = s->sums + (row + r) * dim + d;
             sums[2 * r] = load8_f32(from);
             sums[2 * r + 1] = wide ? load8_f32(from + 8) : splat(0);
         }
         for (int64_t key = 0; key < count; key++) {
             v8f low = load8_f32(s->values[key] + d), high = wide ? load8_f32(s->values[key] + d + 8) : splat(0);
-#pragma clang loop unroll(full)
-            for (int r = 0; r < rows; r++) {
+            UNROLL for (int r = 0; r < rows; r++) {
                 v8f p = splat(s->scores[(row + r) * KEY_BLOCK + key]);
                 sums[2 * r] += p * low;
                 sums[2 * r + 1] += p * high;
             }
         }
-        for (int r = 0; r < rows; r++) {
+        UNROLL for (int r = 0; r < rows; r++) {
             float *to = s->sums + (row + r) * dim + d;
             store8(to, sums[2 * r], F32);
             if (wide) store8(to + 8, sums[2 * r + 1], F32);

@@ -36,7 +36,8 @@ class NativeRmsNorm(NativeTactic):
         return self.library(call).bind(
             "rms_norm", *view(x, "x"), *view(residual, "residual"), weight, dtype_code(weight),
             *view(out, "out"), *view(total, "sum"), rows.rows, rows.groups, rows.dim, dtype_code(x),
-            int(call.attrs["cast_before_weight"]), float(call.attrs["eps"]), float(call.attrs["weight_offset"]),
+            int(call.attrs["cast_before_weight"]), float(call.attrs["eps"]),
+            float(call.attrs["weight_offset"]),
         )  # type: ignore[arg-type]  # fmt: skip
 
 

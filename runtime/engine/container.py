@@ -114,8 +114,9 @@ def plan_layout(
     metadata: Mapping[str, str],
     weights: Mapping[str, tuple[str, tuple[int, ...]]],
     blobs: Mapping[str, int],
+    header_bytes: int = 0,
 ) -> Layout:
-    """Lay out a file before any weight exists.
+    """Lay out a file before any weight exists; the header is padded to `header_bytes` or more.
 
     `weights` maps names to dtype and shape and keeps their order (that of first use, so that
     loading reads forward); `blobs` maps `kernels/<name>` and `text/<name>` to sizes.
@@ -143,14 +144,17 @@ def plan_layout(
     for name, dtype, shape in rest:
         tensors.append((name, dtype, shape, at))
         at += tensor_bytes(dtype, shape)
-    header = _header(kind, metadata, tensors)
+    header = _header(kind, metadata, tensors, header_bytes)
     base = len(header)
     entries = {n: Entry(n, d, s, base + o, base + o + tensor_bytes(d, s)) for n, d, s, o in tensors}
     return Layout(header, entries, base + at)
 
 
 def _header(
-    kind: str, metadata: Mapping[str, str], tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
+    kind: str,
+    metadata: Mapping[str, str],
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]],
+    least_bytes: int,
 ) -> bytes:
     table: dict[str, Any] = {
         "__metadata__": {"format": FORMAT, "kind": kind, "format_version": str(FORMAT_VERSION), **metadata}
@@ -159,6 +163,7 @@ def _header(
         end = begin + tensor_bytes(dtype, shape)
         table[name] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(least_bytes - 8)
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 

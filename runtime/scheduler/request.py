@@ -85,7 +85,11 @@ class Request:
     planned_tokens: int = 0
     output_tokens: int = 0
     last_step: int = -1
-    finish: Finish | None = field(default=None)
+    finish: Finish | None = None
+    ending_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ending_ids = self.eos_token_ids | self.stop_token_ids
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,6 +7,7 @@ of the sequence. So `abc` is answered with `defghijklmnopqrstuvwxyz`.
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,9 @@ def write_alphabet_engine(path: Path, max_seq_len: int = 256, **changes: Any) ->
 def alphabet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An engine that goes on with the alphabet, greedily."""
     return write_alphabet_engine(tmp_path_factory.mktemp("engine") / "alphabet.engine")
+
+
+@pytest.fixture(scope="session", name="write_engine")
+def write_engine_fixture() -> Callable[..., Path]:
+    """Writes an alphabet engine to a path, with other limits or manifest fields."""
+    return write_alphabet_engine

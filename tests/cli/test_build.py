@@ -16,7 +16,7 @@ from tapeout.cli.build import default_name
 from tapeout.cli.main import cli
 from tapeout.compiler.options import FIELDS, BuildOptions
 from tapeout.compiler.progress import Progress
-from tapeout.compiler.report import BuildReport, MemoryPlan, TacticTiming, report_path
+from tapeout.compiler.report import BuildReport, MemoryPlan, TacticTiming, report_path, write_report
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.runtime.engine.manifest import Limits
 
@@ -231,6 +231,15 @@ def test_a_failed_stage_is_told_and_nothing_printed_on_stdout(
 
 def test_report_path() -> None:
     assert report_path(Path("x/m.engine")) == Path("x/m.engine.report.json")
+
+
+def test_a_written_report_is_what_json_prints(tmp_path: Path) -> None:
+    path = report_path(tmp_path / "m.engine")
+    path.write_text("old")
+    made = report(tmp_path / "m.engine", BuildOptions())
+    write_report(made, path)
+    assert json.loads(path.read_text()) == made.to_json()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tapeout.cli.requests import ChatStyle, Request, requests_from_jsonl, reques
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams
 
-
 PLAIN = ChatStyle()
 
 

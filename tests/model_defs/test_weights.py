@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tapeout.model_defs.source import TensorInfo
-from tapeout.model_defs.weights import Step, WeightRef, bind_checkpoint, recipe_digest, run_recipe
+from tapeout.model_defs.weights import Step, WeightRef, recipe_digest, run_recipe
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 
 
@@ -143,38 +143,6 @@ def test_a_source_of_another_shape_is_named(store: Store) -> None:
     store.arrays["k"] = np.zeros((3, 4), np.float32)
     with pytest.raises(TapeoutError, match=r"weight k is float32\[3, 4\], expected float32\[2, 4\]"):
         run_recipe(ref, store)
-
-
-def test_bind_checkpoint_adds_casts_and_lists_all_offenders(store: Store) -> None:
-    graph = {
-        "fused": WeightRef.concat(
-            [WeightRef(("q",), (), "bfloat16", (6, 4)), WeightRef(("half",), (), "bfloat16", (3, 4))]
-        ),
-        "bare": WeightRef(("k", "v"), (Step("concat", (("dim", 0),)),), "bfloat16", (4, 4)),
-        "turned": WeightRef(("half",), (), "bfloat16", (3, 4)).transpose(),
-        "same": WeightRef(("norm",), (), "float32", (4,)),
-        "constant": WeightRef.const("freq", "float32", (2,)),
-    }
-    bound = bind_checkpoint(graph, store.infos)
-    expected = np.concatenate(
-        [store.arrays["q"].astype(ml_dtypes.bfloat16), store.arrays["half"].astype(ml_dtypes.bfloat16)]
-    )
-    np.testing.assert_array_equal(run_recipe(bound["fused"], store), expected)
-    np.testing.assert_array_equal(
-        run_recipe(bound["bare"], store),
-        np.concatenate([store.arrays["k"], store.arrays["v"]]).astype(ml_dtypes.bfloat16),
-    )
-    np.testing.assert_array_equal(
-        run_recipe(bound["turned"], store), store.arrays["half"].T.astype(ml_dtypes.bfloat16)
-    )
-    assert bound["same"] == graph["same"]
-    assert bound["constant"] == graph["constant"]
-    graph["absent"] = WeightRef(("nowhere",), (), "float32", (1,))
-    graph["wide"] = WeightRef(("q",), (), "float32", (6, 5))
-    with pytest.raises(
-        TapeoutError, match=r"nowhere: not in the checkpoint\n  q: shape \[6, 4\], expected \[6, 5\]"
-    ):
-        bind_checkpoint(graph, store.infos)
 
 
 def test_digest_changes_with_everything_that_changes_bytes(store: Store) -> None:

@@ -23,7 +23,9 @@ INVARIANT = [
 ]
 
 
-def _run(tactic: CpuTactic, case: Case, inputs: list, weights: list, kernels: NativeLibrary) -> list[torch.Tensor]:
+def _run(
+    tactic: CpuTactic, case: Case, inputs: list, weights: list, kernels: NativeLibrary
+) -> list[torch.Tensor]:
     logit_rows = inputs[-1].shape[0]
     rows = inputs[0].shape[0]
     kinds = example(case.signature, rows, logit_rows=logit_rows).outputs
@@ -56,7 +58,9 @@ def test_rows_do_not_depend_on_their_batch(
         assert torch.equal(a[0], b[row])
 
 
-def _attend(step: StepState, q: torch.Tensor, kv: torch.Tensor, attrs: dict, kernels: NativeLibrary) -> torch.Tensor:
+def _attend(
+    step: StepState, q: torch.Tensor, kv: torch.Tensor, attrs: dict, kernels: NativeLibrary
+) -> torch.Tensor:
     tactic = next(t for t in cpu_tactics("paged_attention") if t.name == "native")
     out = torch.empty_like(q)
     tactic.bind(BoundCall((q, kv, kv * 0.5), (), (out,), attrs, step, kernels))()

@@ -21,7 +21,9 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
     """The same values as a window into a wider buffer, as slices of a merged projection are."""
     if tensor.dim() < 2:
         return tensor
-    wide = torch.full((tensor.shape[0], tensor.shape[1] + GUARD_COLUMNS, *tensor.shape[2:]), 77).to(tensor.dtype)
+    wide = torch.full((tensor.shape[0], tensor.shape[1] + GUARD_COLUMNS, *tensor.shape[2:]), 77).to(
+        tensor.dtype
+    )
     wide[:, : tensor.shape[1]] = tensor
     return wide[:, : tensor.shape[1]]
 
@@ -30,7 +32,9 @@ def _guarded(kind: TensorType) -> tuple[torch.Tensor, torch.Tensor]:
     """A poisoned buffer and the output view inside it: guard rows around, guard columns beside."""
     rows, columns, *rest = (int(d) for d in kind.shape)
     dtype = torch_dtype(kind.dtype)
-    buffer = torch.full((rows + 2, columns + GUARD_COLUMNS, *rest), torch.nan if dtype.is_floating_point else 0x7F)
+    buffer = torch.full(
+        (rows + 2, columns + GUARD_COLUMNS, *rest), torch.nan if dtype.is_floating_point else 0x7F
+    )
     buffer = buffer.to(dtype)
     return buffer, buffer[1:-1, :columns]
 

@@ -111,7 +111,8 @@ class FakeExecutor:
 
     def unread_pages(self) -> set[int]:
         """Pages of steps that were submitted and have not run."""
-        waiting = [s for i, s in enumerate(self.steps) if i not in self.results and i not in self.refuse_steps]
+        done = self.results.keys() | self.refuse_steps
+        waiting = [s for i, s in enumerate(self.steps) if i not in done]
         return {int(p) for s in waiting for p in s.page_table.ravel() if p >= 0}
 
     def run(self, index: int) -> StepResult | Exception:

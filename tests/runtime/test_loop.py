@@ -37,7 +37,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(options=limits_strategy(), requests=REQUESTS)
 def test_any_mix_of_requests(fakes: SimpleNamespace, options: dict[str, Any], requests: list[Any]) -> None:
     """Every request ends with exactly the ids it gets alone, in any company, chunking and order."""
@@ -73,7 +73,7 @@ def test_any_mix_of_requests(fakes: SimpleNamespace, options: dict[str, Any], re
         assert sink.finish.reason is ended
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(options=limits_strategy(), requests=REQUESTS)
 def test_running_requests_advance(
     fakes: SimpleNamespace, options: dict[str, Any], requests: list[Any]
@@ -139,7 +139,7 @@ def test_end_by_id_drops_its_surplus_row(fakes: SimpleNamespace) -> None:
 
 
 def test_stop_id_and_stop_string_end_a_request(fakes: SimpleNamespace) -> None:
-    rig = fakes.make_rig(script=lambda tokens: len(tokens))
+    rig = fakes.make_rig(script=len)
     by_id = rig.add([1, 2, 3], 20, stop_token_ids=frozenset({5}))
     by_text = rig.add([1, 2, 3], 20, stop_after=4)
     below_min = rig.add([1, 2, 3], 6, stop_token_ids=frozenset({4}), params={"min_tokens": 3})

@@ -193,8 +193,10 @@ def test_below_min_tokens_stop_strings_do_nothing() -> None:
 # ---- chat templates -----------------------------------------------------------------------
 
 TEMPLATES = [
-    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m['content'] }}]\n"
-    "  {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}>{% endif %}",
+    (
+        "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m['content'] }}]\n"
+        "  {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}>{% endif %}"
+    ),
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
     "{% for m in messages %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% endfor %}{{ tools }}",
     "{{ messages | tojson(indent=2) }}{{ extra }}{{ eos_token }}",

@@ -81,6 +81,26 @@ def test_views_outlive_the_engine(engine_path: Path, arrays: dict[str, np.ndarra
     assert bytes(weight.data) == arrays["w"].tobytes()
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's account of mapped memory")
+def test_released_weights_leave_memory(
+    tmp_path: Path, write_tiny: Any, arrays: dict[str, np.ndarray]
+) -> None:
+    arrays["large"] = np.arange(2 << 20, dtype=np.int32)
+    write_tiny(tmp_path / "e")
+
+    def resident_kib() -> int:
+        blocks = Path("/proc/self/smaps").read_text().split(str(tmp_path / "e"))[1:]
+        return sum(int(b.split("Rss:")[1].split()[0]) for b in blocks)
+
+    with open_engine(tmp_path / "e") as engine:
+        assert resident_kib() < 1024  # checking reads the file without mapping it in
+        total = int(np.frombuffer(engine.weight("large").data, np.int32).sum(dtype=np.int64))
+        assert resident_kib() >= 8 * 1024
+        engine.release_weight("large")
+        assert resident_kib() < 1024
+        assert int(np.frombuffer(engine.weight("large").data, np.int32).sum(dtype=np.int64)) == total
+
+
 @pytest.mark.parametrize("cls", ["manifest", "program"])
 def test_unknown_missing_and_mistyped_keys_are_refused(cls: str, request: pytest.FixtureRequest) -> None:
     value = request.getfixturevalue(cls)

@@ -1,0 +1,114 @@
+"""What an engine says about itself: manifest, texts, memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from tapeout.compiler.ir import IR_VERSION, Module
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.plan import ITEM_BYTES
+from tapeout.compiler.report import MemoryPlan
+from tapeout.model_defs import ModelSource
+from tapeout.model_defs.weights import WeightRef
+from tapeout.plugins.native import source_digest
+from tapeout.runtime.engine.manifest import (
+    FORMAT_VERSION,
+    KvCacheLayout,
+    Limits,
+    Manifest,
+    ModelFacts,
+    TokenizerFacts,
+)
+from tapeout.runtime.engine.program import Program
+
+IR_TEXT = "graph.ir"
+
+
+def describe(
+    source: ModelSource,
+    module: Module,
+    options: BuildOptions,
+    target: str,
+    dtype: str,
+    limits: Limits,
+    matches: Mapping[str, int],
+    timed: bool,
+) -> Manifest:
+    """The manifest, with the comparison still to come."""
+    config = source.config.get_text_config()
+    architectures = getattr(source.config, "architectures", None) or [type(source.config).__name__]
+    model = ModelFacts(
+        architecture=architectures[0],
+        model_type=source.config.model_type,
+        dtype=dtype,
+        quantize=options.quantize,
+        vocab_size=int(module.logits.shape[1]),
+        max_position_embeddings=int(config.max_position_embeddings),
+        checkpoint=f"{source.origin} config:{_config_digest(source)} weights:{source.checkpoint.digest()}",
+    )
+    tokenizer = TokenizerFacts(
+        source.tokenizer_vocab_size,
+        source.bos_token_id,
+        tuple(source.eos_token_ids),
+        source.pad_token_id,
+        dict(source.special_tokens),
+    )
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        target=target,
+        model=model,
+        limits=limits,
+        kv_cache=kv_cache_layout(module),
+        tokenizer=None if source.tokenizer_json is None else tokenizer,
+        generation=dict(source.generation),
+        options=options.identity(),
+        versions=_versions(target),
+        passes=dict(matches),
+        parity={"verdict": "pending"},
+        timed=timed,
+    )
+
+
+def kv_cache_layout(module: Module) -> KvCacheLayout:
+    """The cache the module's attention ops share."""
+    calls = [n for n in module.nodes if n.op == "paged_attention"]
+    k = calls[0].inputs[1]
+    dtype = module.values()[k.value].dtype
+    return KvCacheLayout(layers=len(calls), kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), dtype=dtype)
+
+
+def texts_of(source: ModelSource, module: Module) -> dict[str, bytes]:
+    """Text sections: the IR, and what the runtime needs to turn text into tokens and back."""
+    texts = {IR_TEXT: module.text().encode()}
+    if source.tokenizer_json is not None:
+        texts["tokenizer.json"] = source.tokenizer_json.encode()
+    if source.chat_template is not None:
+        texts["chat_template.jinja"] = source.chat_template.encode()
+    return texts
+
+
+def memory_plan(weights: Mapping[str, WeightRef], program: Program, manifest: Manifest) -> MemoryPlan:
+    """Bytes at run time, with a cache in which every request may reach its longest."""
+    limits = manifest.limits
+    pages = limits.max_batch_size * -(-limits.max_seq_len // limits.tokens_per_page)
+    return MemoryPlan(
+        weights_bytes=sum(math.prod(ref.shape) * ITEM_BYTES[ref.dtype] for ref in weights.values()),
+        arena_bytes=program.arena_bytes,
+        kv_cache_bytes=pages * manifest.kv_cache.page_bytes(limits.tokens_per_page),
+    )
+
+
+def _config_digest(source: ModelSource) -> str:
+    """Digest of the model's config without what depends on where it was loaded from."""
+    data = {k: v for k, v in source.config.to_dict().items() if k not in {"_name_or_path", "transformers_version"}}
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _versions(target: str) -> dict[str, str]:
+    """Everything whose version decides what the engine holds."""
+    packages = {name: version(name) for name in ("tapeout", "torch", "transformers")}
+    return {**packages, "ir": str(IR_VERSION), "kernels": source_digest(target.removeprefix("cpu:"))}

@@ -1,0 +1,61 @@
+"""Resolve what the user left open: target, dtype and limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tapeout.compiler.options import BuildOptions
+from tapeout.plugins.cpu import HostCpu
+from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.runtime.engine.manifest import Limits
+
+DEFAULT_MAX_SEQ_LEN = 4096
+DEFAULT_MAX_BATCH_SIZE = 8
+DEFAULT_MAX_NUM_TOKENS = 512
+CPU_DTYPES = ("float32", "bfloat16")
+
+
+def resolve_target(options: BuildOptions, host: HostCpu) -> str:
+    """`auto` and `cpu` are this machine's CPU level (other targets are refused by the options)."""
+    return f"cpu:{host.level}"
+
+
+def resolve_dtype(options: BuildOptions, config: Any) -> str:
+    """The dtype asked for, or the checkpoint's own, or float32 where the config names none.
+
+    Raises UnsupportedError for a dtype the target cannot compute in.
+    """
+    asked = options.dtype
+    if asked == "auto":
+        asked = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if asked not in CPU_DTYPES:
+        raise UnsupportedError(
+            f"dtype {asked!r} is not supported on target cpu, expected one of {', '.join(CPU_DTYPES)}",
+            hint="pass --dtype bfloat16 or --dtype float32",
+        )
+    return asked
+
+
+def resolve_limits(options: BuildOptions, config: Any) -> Limits:
+    """Limits with defaults from the model.
+
+    Raises UsageError, with all offenders, for limits the model or each other do not allow.
+    """
+    most = int(config.max_position_embeddings)
+    batch = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+    limits = Limits(
+        max_batch_size=batch,
+        max_num_tokens=options.max_num_tokens or max(DEFAULT_MAX_NUM_TOKENS, batch),
+        max_seq_len=options.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN),
+        tokens_per_page=options.tokens_per_page,
+    )
+    problems = []
+    if limits.max_seq_len > most:
+        problems.append(f"max_seq_len: {limits.max_seq_len} is more than the model's {most} positions")
+    if limits.max_num_tokens < limits.max_batch_size:
+        problems.append(
+            f"max_num_tokens: {limits.max_num_tokens} is less than max_batch_size {limits.max_batch_size}"
+        )
+    if problems:
+        raise UsageError("\n".join(problems), hint="lower the first or raise the second")
+    return limits

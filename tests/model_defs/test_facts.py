@@ -1,0 +1,53 @@
+"""Facts against the modules and calls of real (tiny) models."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tapeout.model_defs.facts import FAMILIES, expected_counts
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("layers", [2, 3])
+def test_counts_equal_the_modules_of_a_model(models, monkeypatch, model_type, layers):
+    per_layer = {"layer_types": ["sliding_attention", "full_attention", "full_attention"][:layers]}
+    overrides = {"num_hidden_layers": layers} | (per_layer if model_type in ("gemma2", "gemma3_text") else {})
+    if model_type == "smollm3":
+        overrides["no_rope_layers"] = [1, 0, 1][:layers]
+    config = models.tiny_config(model_type, **overrides)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    modeling = sys.modules[type(model).__module__]
+    rotations = []
+    rotate = modeling.apply_rotary_pos_emb
+    monkeypatch.setattr(
+        modeling, "apply_rotary_pos_emb", lambda *a, **k: rotations.append(1) or rotate(*a, **k)
+    )
+    norms, attentions = [], []
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.register_forward_hook(lambda *_: norms.append(1))
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_hook(lambda *_: attentions.append(1))
+    with torch.no_grad():
+        model(torch.arange(5)[None])
+    modules = list(model.modules())
+    assert expected_counts(config) == {
+        "attention": len(attentions),
+        "rms_norm": len(norms),
+        "rope": 2 * len(rotations),
+        "qkv_merge": sum(
+            hasattr(m, "q_proj") and hasattr(m, "k_proj") and hasattr(m, "v_proj") for m in modules
+        ),
+        "gated_mlp": sum(hasattr(m, "gate_proj") and hasattr(m, "up_proj") for m in modules),
+    }
+
+
+def test_unknown_families_say_so(models):
+    config = models.tiny_config("starcoder2")
+    counts = expected_counts(config)
+    assert counts.pop("attention") == 2
+    assert set(counts.values()) == {None}
