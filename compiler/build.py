@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-
 import numpy as np
 import torch
 
@@ -220,5 +219,3 @@ class _Stages:
         """The report with times and peak memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return replace(report, stage_seconds=dict(self.seconds), peak_memory_bytes=peak)
-
-

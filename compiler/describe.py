@@ -104,7 +104,9 @@ def memory_plan(weights: Mapping[str, WeightRef], program: Program, manifest: Ma
 
 def _config_digest(source: ModelSource) -> str:
     """Digest of the model's config without what depends on where it was loaded from."""
-    data = {k: v for k, v in source.config.to_dict().items() if k not in {"_name_or_path", "transformers_version"}}
+    data = {
+        k: v for k, v in source.config.to_dict().items() if k not in {"_name_or_path", "transformers_version"}
+    }
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -86,7 +86,9 @@ class Graph:
 
     def infer(self, node: fx.Node) -> None:
         """Fill in `meta["val"]` of a call from its arguments."""
-        args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        args, kwargs = tree_map(
+            lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs)
+        )
         assert callable(node.target)
         with self.fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)

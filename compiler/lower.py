@@ -61,12 +61,15 @@ class _Lowering:
     env: dict[fx.Node, Any] = field(default_factory=dict)
     unsupported: list[str] = field(default_factory=list)
 
-    def emit(self, op: str, tensors: list[_Tensor], weights: list[str], attrs: dict[str, AttrValue], out: Any) -> Any:
+    def emit(
+        self, op: str, tensors: list[_Tensor], weights: list[str], attrs: dict[str, AttrValue], out: Any
+    ) -> Any:
         """Append a node; `out` is the meta result (a tensor or a tuple of them)."""
         results = out if isinstance(out, (tuple, list)) else (out,)
         start = sum(len(n.outputs) for n in self.nodes)
         values = [
-            Value(f"%{start + i}", _name(r.dtype), _symbolic(_without_batch(r).shape)) for i, r in enumerate(results)
+            Value(f"%{start + i}", _name(r.dtype), _symbolic(_without_batch(r).shape))
+            for i, r in enumerate(results)
         ]
         inputs = tuple(self.operand(t) for t in tensors)
         self.nodes.append(Node(op, inputs, tuple(weights), tuple(values), attrs))
@@ -80,7 +83,9 @@ class _Lowering:
         meta = _without_batch(tensor.meta)
         shape = _symbolic(meta.shape)
         if shape[0] not in _SYMBOLS.values() or any(isinstance(d, str) for d in shape[1:]):
-            raise UnsupportedError(f"value {tensor.value.name} is used with shape {shape}, whose rows do not lead")
+            raise UnsupportedError(
+                f"value {tensor.value.name} is used with shape {shape}, whose rows do not lead"
+            )
         return Operand(tensor.value.name, shape, tuple(meta.stride()), int(meta.storage_offset()))
 
 
@@ -101,7 +106,8 @@ def lower(graph: Graph) -> Module:
             _call(state, node)
     if state.unsupported:
         raise UnsupportedError(
-            "the model's graph holds ops that are not in the vocabulary:\n  " + "\n  ".join(state.unsupported),
+            "the model's graph holds ops that are not in the vocabulary:\n  "
+            + "\n  ".join(state.unsupported),
             hint="see plugins/README.md for the ops there are",
         )
     (output,) = graph.graph.find_nodes(op="output")
@@ -170,7 +176,9 @@ def _emit(state: _Lowering, node: fx.Node) -> Any:
         return state.emit("linear", [args[0]], [weights[0], weights[1] if len(weights) > 1 else ""], {}, out)
     if node.target is aten.embedding.default:
         weight = state.weights[args[0]]
-        out = torch.empty((*args[1].meta.shape, weight.shape[1]), dtype=getattr(torch, weight.dtype), device="meta")
+        out = torch.empty(
+            (*args[1].meta.shape, weight.shape[1]), dtype=getattr(torch, weight.dtype), device="meta"
+        )
         return state.emit("embedding", [args[1]], [args[0]], {}, out)
     if (kind := activation_kind(node)) is not None:
         return state.emit("activation", tensors, [], {"kind": kind}, torch.empty_like(args[0].meta))
@@ -210,7 +218,9 @@ def _emit_custom(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
 
     metas = [meta(a) for a in args]
     steps = slice(count + len(schema.weights), count + len(schema.weights) + len(schema.step_inputs))
-    metas[steps] = [torch.empty([int(s) for s in v.shape], dtype=v.dtype, device="meta") for v in metas[steps]]
+    metas[steps] = [
+        torch.empty([int(s) for s in v.shape], dtype=v.dtype, device="meta") for v in metas[steps]
+    ]
     assert callable(node.target)
     return state.emit(name, inputs, weights, attrs, node.target(*metas))
 
@@ -228,5 +238,3 @@ def _symbolic(shape: torch.Size) -> tuple[Dim, ...]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

@@ -39,7 +39,10 @@ class Match:
 
 
 def make_pattern(
-    function: Callable[..., Any], examples: Sequence[torch.Tensor], literals: Mapping[str, float], **fixed: Any
+    function: Callable[..., Any],
+    examples: Sequence[torch.Tensor],
+    literals: Mapping[str, float],
+    **fixed: Any,
 ) -> Pattern:
     """Export `function(*examples, **literals, **fixed)`, which returns a tuple of outputs.
 
@@ -76,7 +79,9 @@ def find(graph: fx.Graph, pattern: Pattern) -> Iterator[Match]:
             continue
         nodes, literals = bound
         if all(output in nodes for output in pattern.outputs):
-            yield Match(tuple(nodes[i] for i in pattern.inputs), tuple(nodes[o] for o in pattern.outputs), literals)
+            yield Match(
+                tuple(nodes[i] for i in pattern.inputs), tuple(nodes[o] for o in pattern.outputs), literals
+            )
 
 
 _Bound = tuple[dict[fx.Node, fx.Node], dict[str, float]]

@@ -32,7 +32,7 @@ PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is Rome. The capital of Germany",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(",
     "Water boils at 100 degrees Celsius, which is 212 degrees Fahrenheit; it freezes at 0 degrees",
-    "She opened the door, looked around the empty room and said: \"Where has everybody gone",
+    'She opened the door, looked around the empty room and said: "Where has everybody gone',
 )
 PROMPT_TOKENS = 12  # prefill, in one chunk
 TOTAL_TOKENS = 18  # the rest is fed one token at a time
@@ -72,7 +72,9 @@ def compare(source: ModelSource, engine_path: Path, tensor: Callable[[str], Tens
         engine.close()
     _check_sane(logits)
     reference = _reference_logits(source, "float32", tokens, prompt, tensor)
-    lower = None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, tensor)
+    lower = (
+        None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, tensor)
+    )
     cases = {"prompts": len(tokens), "prefill_tokens": prompt, "decode_tokens": total - prompt}
     return _judge(logits, reference, lower, facts, cases)
 
@@ -178,7 +180,9 @@ def _stream_weights(model: nn.Module, source: ModelSource, tensor: Callable[[str
     def unload(module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
         for attribute, _ in names:
             value = module.get_parameter(attribute)
-            setattr(module, attribute, nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False))
+            setattr(
+                module, attribute, nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+            )
 
     for prefix, module in model.named_modules():
         own = [(a, f"{prefix}.{a}" if prefix else a) for a, _ in module.named_parameters(recurse=False)]

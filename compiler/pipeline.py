@@ -102,5 +102,7 @@ def run_passes(
 
 
 def _dump(graph: Graph, path: Path) -> None:
-    weights = "".join(f"# {name} = {ref.text()}: {ref.dtype}{list(ref.shape)}\n" for name, ref in graph.weights.items())
+    weights = "".join(
+        f"# {name} = {ref.text()}: {ref.dtype}{list(ref.shape)}\n" for name, ref in graph.weights.items()
+    )
     path.write_text(weights + graph.module.code)

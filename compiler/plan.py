@@ -46,11 +46,15 @@ def plan_program(module: Module, limits: Limits, tactics: Mapping[str, tuple[Tac
     values = module.values()
     offsets, arena_bytes = plan_arena(_requests(module, limits))
     buffers = tuple(
-        Buffer(v.name, v.dtype, v.shape, offsets[v.name], _bytes(v, limits)) for n in module.nodes for v in n.outputs
+        Buffer(v.name, v.dtype, v.shape, offsets[v.name], _bytes(v, limits))
+        for n in module.nodes
+        for v in n.outputs
     )
 
     def view(operand: Operand) -> View:
-        return View(operand.value, values[operand.value].dtype, operand.shape, operand.strides, operand.offset)
+        return View(
+            operand.value, values[operand.value].dtype, operand.shape, operand.strides, operand.offset
+        )
 
     records = tuple(
         Record(
@@ -83,7 +87,9 @@ def _requests(module: Module, limits: Limits) -> list[BufferRequest]:
 
 
 def _bytes(value: Value, limits: Limits) -> int:
-    return max_rows(value.shape, limits) * math.prod(int(d) for d in value.shape[1:]) * ITEM_BYTES[value.dtype]
+    return (
+        max_rows(value.shape, limits) * math.prod(int(d) for d in value.shape[1:]) * ITEM_BYTES[value.dtype]
+    )
 
 
 def _whole_view(value: Value) -> View:

@@ -33,9 +33,7 @@ _PREFIX = "model_under_trace."
 
 # Arguments of attention functions that do not change the result of packed causal attention.
 _HARMLESS = frozenset(
-    "position_ids position_embeddings cache cache_position past_key_values use_cache output_attentions output_hidden_states "
-    "return_dict is_causal num_items_in_batch cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k training logits_to_keep "
-    "output_router_logits dropout".split()
+    ["position_ids", "position_embeddings", "cache", "cache_position", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "training", "logits_to_keep", "output_router_logits", "dropout"]
 )
 
 
@@ -65,7 +63,9 @@ class _NoCache:
     def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return q_length, 0
 
-    def update(self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
 
 
@@ -90,9 +90,13 @@ def _attention_interface(
     """Called by HF in place of attention: q `[1, Hq, T, D]` -> `[1, T, Hq, D]`."""
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
     if unknown:
-        raise UnsupportedError(f"attention of {type(module).__name__} takes arguments that are not known: {unknown}")
+        raise UnsupportedError(
+            f"attention of {type(module).__name__} takes arguments that are not known: {unknown}"
+        )
     if not isinstance(attention_mask, Mask):
-        raise UnsupportedError(f"attention of {type(module).__name__} got no classified mask but {attention_mask!r}")
+        raise UnsupportedError(
+            f"attention of {type(module).__name__} got no classified mask but {attention_mask!r}"
+        )
     if sliding_window is not None and attention_mask.window not in (0, sliding_window):
         raise UnsupportedError(
             f"layer {module.layer_idx}: mask has window {attention_mask.window}, the layer says {sliding_window}"
@@ -127,7 +131,9 @@ class _Wrapper(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, row_ids: torch.Tensor
+    ) -> torch.Tensor:
         _active[-1].positions = positions
         cache = {self.cache_argument: _NoCache()}
         output = self.model_under_trace(
@@ -176,7 +182,9 @@ def _export(wrapper: _Wrapper) -> ExportedProgram:
     logging.getLogger("torch.export").setLevel(logging.ERROR)
     try:
         with oblivious, torch.no_grad():
-            return torch.export.export(wrapper, (token_ids, positions, row_ids), dynamic_shapes=dynamic, strict=False)
+            return torch.export.export(
+                wrapper, (token_ids, positions, row_ids), dynamic_shapes=dynamic, strict=False
+            )
     except TapeoutError:
         raise
     except Exception as error:
@@ -189,7 +197,9 @@ def _export(wrapper: _Wrapper) -> ExportedProgram:
         ) from error
 
 
-def _to_graph(program: ExportedProgram, model: nn.Module, layers: int, tensor: Callable[[str], TensorInfo]) -> Graph:
+def _to_graph(
+    program: ExportedProgram, model: nn.Module, layers: int, tensor: Callable[[str], TensorInfo]
+) -> Graph:
     module = program.graph_module
     signature = program.graph_signature
     weights: dict[str, WeightRef] = {}

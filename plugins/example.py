@@ -18,7 +18,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def concrete(kind: TensorType, rows: int, logit_rows: int) -> tuple[int, ...]:
     """The shape with T and R filled in."""
-    return tuple({"T": rows, "R": logit_rows}.get(d, d) if isinstance(d, str) else d for d in kind.shape)  # type: ignore[misc]
+    symbols = {"T": rows, "R": logit_rows}
+    return tuple(symbols[d] if isinstance(d, str) else d for d in kind.shape)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def example_step(
     shape = (len(order), layers, 2, kv_heads, tokens_per_page, head_dim)
     pool = torch.full(shape, torch.nan, dtype=torch_dtype(dtype))
     page_table = torch.full((len(sequences) + 2, max(pages_of) + 2), -1, dtype=torch.int32)
-    cu_q, positions, used = [0], [], 0
+    cu_q, used = [0], 0
+    positions: list[int] = []
     for b, (q_len, kv_len) in enumerate(sequences):
         page_table[b, : pages_of[b]] = order[used : used + pages_of[b]]
         used += pages_of[b]

@@ -27,7 +27,9 @@ _IDENTITY = frozenset(
         aten.lift_fresh_copy.default,
     }
 )
-_CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default})
+_CASTS = frozenset(
+    {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default}
+)
 
 
 def canonicalize(graph: Graph) -> int:
@@ -60,11 +62,17 @@ def canonicalize_nodes(graph: fx.Graph) -> int:
 
 def _same_type(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
-    return x.dtype == y.dtype and len(x.shape) == len(y.shape) and all(_equal(s, t) for s, t in zip(x.shape, y.shape))
+    return (
+        x.dtype == y.dtype
+        and len(x.shape) == len(y.shape)
+        and all(_equal(s, t) for s, t in zip(x.shape, y.shape))
+    )
 
 
 def _equal(a: object, b: object) -> bool:
-    return (a.node.expr if isinstance(a, torch.SymInt) else a) == (b.node.expr if isinstance(b, torch.SymInt) else b)
+    return (a.node.expr if isinstance(a, torch.SymInt) else a) == (
+        b.node.expr if isinstance(b, torch.SymInt) else b
+    )
 
 
 def _normalize_cast(node: fx.Node) -> None:
@@ -98,7 +106,11 @@ def _full_slice(node: fx.Node) -> fx.Node | None:
 
 def _transpose_pair(node: fx.Node) -> fx.Node | None:
     inner = node.args[0]
-    if node.target is not aten.transpose.int or not isinstance(inner, fx.Node) or inner.target is not aten.transpose.int:
+    if (
+        node.target is not aten.transpose.int
+        or not isinstance(inner, fx.Node)
+        or inner.target is not aten.transpose.int
+    ):
         return None
     rank = len(node.meta["val"].shape)
 

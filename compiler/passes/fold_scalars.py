@@ -12,7 +12,11 @@ def fold_scalars(graph: Graph) -> int:
     """Replace 0-d constant weights, also behind a cast, by Python numbers; returns how many uses."""
     count = 0
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or node.target not in {aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor}:
+        if node.op != "call_function" or node.target not in {
+            aten.mul.Tensor,
+            aten.add.Tensor,
+            aten.div.Tensor,
+        }:
             continue
         for index, argument in enumerate(node.args):
             value = _scalar(graph, argument)

@@ -18,7 +18,11 @@ def fuse_gated_mlp(graph: Graph) -> int:
             if not isinstance(gate, fx.Node) or not isinstance(up, fx.Node):
                 continue
             kind = activation_kind(gate)
-            if kind is None or gate.args[0].target is not aten.linear.default or up.target is not aten.linear.default:
+            if (
+                kind is None
+                or gate.args[0].target is not aten.linear.default
+                or up.target is not aten.linear.default
+            ):
                 continue
             linears = [gate.args[0], up]
             if not can_merge(graph, linears) or any(len(n.users) != 1 for n in (gate, *linears)):

@@ -77,5 +77,3 @@ def _heads(rope: fx.Node) -> _Heads | None:
         return None
     source, dim, start, stop = view.args[0].args
     return _Heads(source, start, stop, int(shape(view)[-1])) if dim == -1 else None
-
-

@@ -62,17 +62,22 @@ class TimingCache:
             return cls(path, dict(data["entries"]))
         except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise UsageError(
-                f"{path} is not a timing cache: {error}", hint="delete the file or name another one; it is made anew"
+                f"{path} is not a timing cache: {error}",
+                hint="delete the file or name another one; it is made anew",
             ) from error
 
-    def get(self, signature: str, machine: Machine, rows: int, tactics: set[str]) -> dict[str, Outcome] | None:
+    def get(
+        self, signature: str, machine: Machine, rows: int, tactics: set[str]
+    ) -> dict[str, Outcome] | None:
         """Outcomes of `tactics` by name, or None when one of them was never measured."""
         entry = self.entries.get(_key(signature, machine), {}).get("rows", {}).get(str(rows), {})
         if not tactics <= entry.keys():
             self.misses += 1
             return None
         self.hits += 1
-        return {name: Outcome(entry[name].get("median_us"), entry[name].get("reason")) for name in sorted(tactics)}
+        return {
+            name: Outcome(entry[name].get("median_us"), entry[name].get("reason")) for name in sorted(tactics)
+        }
 
     def put(self, signature: str, machine: Machine, rows: int, outcomes: dict[str, Outcome]) -> None:
         """Record outcomes; `save` writes them."""
@@ -89,7 +94,9 @@ class TimingCache:
         if self.path is None or not self.misses:
             return
         data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=self.path.name, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path.parent, prefix=self.path.name, delete=False
+        ) as file:
             try:
                 json.dump(data, file, indent=1, sort_keys=True)
                 file.flush()

@@ -34,7 +34,9 @@ class Case:
         return tuple(torch.full(_sized(t, self.rows), math.nan, dtype=_dtype(t)) for t in self.output_types)
 
 
-def make_weights(signature: OpSignature, bytes_wanted: int, seed: int) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+def make_weights(
+    signature: OpSignature, bytes_wanted: int, seed: int
+) -> tuple[tuple[torch.Tensor | None, ...], ...]:
     """Enough sets of weights to hold `bytes_wanted`, at least one."""
     generator = torch.Generator().manual_seed(seed)
     first = tuple(_random_weight(t, generator) for t in signature.weights)
@@ -44,7 +46,11 @@ def make_weights(signature: OpSignature, bytes_wanted: int, seed: int) -> tuple[
 
 
 def make_case(
-    signature: OpSignature, rows: int, weights: tuple[tuple[torch.Tensor | None, ...], ...], limits: Limits, seed: int
+    signature: OpSignature,
+    rows: int,
+    weights: tuple[tuple[torch.Tensor | None, ...], ...],
+    limits: Limits,
+    seed: int,
 ) -> Case:
     """A case of `rows` rows; for attention up to `max_batch_size` rows are decode, more are one prompt."""
     generator = torch.Generator().manual_seed(seed + rows)

@@ -72,7 +72,9 @@ def select_tactics(
                 cache.put(key, machine, rows, outcomes[rows])
         winners = _winners(key, outcomes, batch_invariant)
         ranges[key] = _as_ranges(winners)
-        timings += [_report(key, rows, winners[rows], outcomes[rows], rejected, known[rows]) for rows in outcomes]
+        timings += [
+            _report(key, rows, winners[rows], outcomes[rows], rejected, known[rows]) for rows in outcomes
+        ]
     return Choices(ranges, tuple(timings), timed=True)
 
 
@@ -138,7 +140,8 @@ class _Timer:
 def _winners(key: str, outcomes: Mapping[int, Mapping[str, Outcome]], one_for_all: bool) -> dict[int, str]:
     """The fastest tactic by rows; with `one_for_all` the one with the least time summed over anchors."""
     valid = {
-        rows: {name: o.median_us for name, o in row.items() if o.median_us is not None} for rows, row in outcomes.items()
+        rows: {name: o.median_us for name, o in row.items() if o.median_us is not None}
+        for rows, row in outcomes.items()
     }
     if one_for_all:
         names = set.intersection(*(set(v) for v in valid.values()))
@@ -162,7 +165,12 @@ def _as_ranges(winners: Mapping[int, str]) -> tuple[TacticRange, ...]:
 
 
 def _report(
-    key: str, rows: int, winner: str, outcomes: Mapping[str, Outcome], rejected: Mapping[str, str], cached: bool
+    key: str,
+    rows: int,
+    winner: str,
+    outcomes: Mapping[str, Outcome],
+    rejected: Mapping[str, str],
+    cached: bool,
 ) -> TacticTiming:
     failed = {name: str(o.reason) for name, o in outcomes.items() if o.median_us is None}
     losers = {name: o.median_us for name, o in outcomes.items() if o.median_us is not None and name != winner}

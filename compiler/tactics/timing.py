@@ -77,7 +77,6 @@ def _bind(
 
 
 def _with_own_pool(step: StepState) -> StepState:
-    import dataclasses
 
     return dataclasses.replace(step, kv_pool=step.kv_pool.clone())
 
@@ -101,7 +100,9 @@ def _median_us(calls: list[Callable[[], None]]) -> float:
     for call in calls:
         call()
     begin = time.perf_counter()
-    while len(passes) < _MIN_PASSES or (len(passes) < _MAX_PASSES and time.perf_counter() - begin < _MIN_SECONDS):
+    while len(passes) < _MIN_PASSES or (
+        len(passes) < _MAX_PASSES and time.perf_counter() - begin < _MIN_SECONDS
+    ):
         start = time.perf_counter()
         for call in calls:
             call()

@@ -32,8 +32,8 @@ class AtenLinear(CpuTactic):
         weight, bias = _weight_and_bias(call.weights)
         transposed = weight.t()
         if bias is None:
-            return lambda: torch.mm(x, transposed, out=out)  # type: ignore[return-value]
-        return lambda: torch.addmm(bias, x, transposed, out=out)  # type: ignore[return-value]
+            return lambda: torch.mm(x, transposed, out=out)
+        return lambda: torch.addmm(bias, x, transposed, out=out)
 
 
 class OneDnnLinear(CpuTactic):

@@ -12,7 +12,7 @@ _SHAPES = ((96, 64), (61, 77), (3, 5), (24, 320))
 
 
 def _case(dtype: str, n: int, k: int, bias: bool, rows: tuple[int, ...]) -> Case:
-    weights = (TensorType("int8", (n, k)), TensorType("float32", (n,)))
+    weights: tuple[TensorType, ...] = (TensorType("int8", (n, k)), TensorType("float32", (n,)))
     weights += (TensorType(dtype, (n,)),) if bias else ()
     types = signature("linear_int8", (TensorType(dtype, ("T", k)),), (TensorType(dtype, ("T", n)),), weights)
     return Case(f"{dtype} {n}x{k}{' bias' if bias else ''}", types, rows)

@@ -41,7 +41,7 @@ class NativeCopy(NativeTactic):
         (x,), (out,) = call.inputs, call.outputs
         if (x.shape[-1] > 1 and x.stride(-1) != 1) or x.dim() > 3:
             # Rare layouts (a transposed view) are left to torch, which copies the same bytes.
-            return lambda: out.copy_(x)  # type: ignore[return-value]
+            return lambda: out.copy_(x)
         source, to, size = as_rows(x, "copy x"), as_rows(out, "copy out"), x.element_size()
         return self.library(call).bind(
             "copy", x, source.row_stride * size, source.group_stride * size, out, to.row_stride * size,

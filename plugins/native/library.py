@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,22 +86,27 @@ def load_native(so_bytes: bytes, threads: int | None = None) -> NativeLibrary:
     """Load a shared object made by `compile_native`.
 
     `threads` (default: torch's setting) bounds the OpenMP team; it should equal torch's, for
-    the two share one team. Raises EngineIncompatibleError when the object cannot be loaded here.
+    the two share one team. Loading the same bytes for the same thread count again gives the
+    same library. Raises EngineIncompatibleError when the object cannot be loaded here.
     """
     import torch  # brings the OpenMP runtime that is borrowed
 
-    count = torch.get_num_threads() if threads is None else threads
+    return _load(so_bytes, torch.get_num_threads() if threads is None else threads)
+
+
+@cache
+def _load(so_bytes: bytes, threads: int) -> NativeLibrary:
     descriptor = os.memfd_create("tapeout-native", os.MFD_CLOEXEC)
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(so_bytes)
     try:
-        with os.fdopen(descriptor, "wb", closefd=False) as file:
-            file.write(so_bytes)
-        try:
-            handle = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-        except OSError as error:
-            raise EngineIncompatibleError(
-                f"the engine's CPU kernels cannot be loaded on this machine: {error}",
-                hint="build the engine on this machine, or for its CPU",
-            ) from None
-    finally:
+        handle = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
         os.close(descriptor)
-    return NativeLibrary(handle, count)
+        raise EngineIncompatibleError(
+            f"the engine's CPU kernels cannot be loaded on this machine: {error}",
+            hint="build the engine on this machine, or for its CPU",
+        ) from None
+    # The descriptor stays open: the loader knows objects by path, and a reused number would
+    # give the next caller this object instead of its own.
+    return NativeLibrary(handle, threads)

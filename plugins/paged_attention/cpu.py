@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tapeout.plugins.cpu import BoundCall, CpuTactic, HostCpu, OpSignature
 from tapeout.plugins.native.tactic import NativeTactic, as_rows, dtype_code
@@ -21,7 +22,8 @@ class AtenPagedAttention(CpuTactic):
     def bind(self, call: BoundCall) -> Callable[[], None]:
         (q, k, v), (out,) = call.inputs, call.outputs
         (sinks,) = (*call.weights, None)[:1]
-        step, attrs = call.step, dict(call.attrs)
+        step = call.step
+        attrs: dict[str, Any] = dict(call.attrs)
 
         def run() -> None:
             num_seqs = int(step.counts[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -62,7 +62,7 @@ class GatherSdpa(CpuTactic):
         v: torch.Tensor,
         out: torch.Tensor,
         step: StepState,
-        attrs: dict[str, AttrValue],
+        attrs: Mapping[str, AttrValue],
     ) -> None:
         _, num_seqs, max_q, max_kv = step.counts.tolist()
         layer, scale, window = int(attrs["layer"]), float(attrs["scale"]), int(attrs["window"])

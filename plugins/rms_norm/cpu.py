@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tapeout.plugins.aten import AtenTactic
 from tapeout.plugins.cpu import BoundCall, CpuTactic, HostCpu, OpSignature
 from tapeout.plugins.native.tactic import DTYPE_CODES, NativeTactic, as_rows, dtype_code
+
+if TYPE_CHECKING:
+    import torch
 
 
 class NativeRmsNorm(NativeTactic):
@@ -27,10 +31,10 @@ class NativeRmsNorm(NativeTactic):
         weight = call.weights[0]
         rows = as_rows(x, f"{self.op} x")
 
-        def view(tensor: object, what: str) -> tuple[object, int, int]:
+        def view(tensor: torch.Tensor | None, what: str) -> tuple[torch.Tensor | None, int, int]:
             if tensor is None:
                 return None, 0, 0
-            described = as_rows(tensor, f"{self.op} {what}")  # type: ignore[arg-type]
+            described = as_rows(tensor, f"{self.op} {what}")
             return tensor, described.row_stride, described.group_stride
 
         return self.library(call).bind(
@@ -38,7 +42,7 @@ class NativeRmsNorm(NativeTactic):
             *view(out, "out"), *view(total, "sum"), rows.rows, rows.groups, rows.dim, dtype_code(x),
             int(call.attrs["cast_before_weight"]), float(call.attrs["eps"]),
             float(call.attrs["weight_offset"]),
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
 
 TACTICS: tuple[CpuTactic, ...] = (AtenTactic("rms_norm"), NativeRmsNorm("rms_norm"))

@@ -66,9 +66,18 @@ def test_compiler_messages_reach_the_user(host: HostCpu, monkeypatch: pytest.Mon
         compile_native.__wrapped__(host.level)
 
 
-def test_damaged_object_is_refused() -> None:
+def test_damaged_object_is_refused(kernels: NativeLibrary) -> None:
     with pytest.raises(EngineIncompatibleError, match="cannot be loaded"):
         load_native(b"\x7fELF" + bytes(100))
+
+
+def test_libraries_do_not_share_state(host: HostCpu) -> None:
+    """The dynamic loader knows objects by path: two loads must not get one path."""
+    data = compile_native(host.level)
+    one, two = load_native(data, threads=1), load_native(data, threads=2)
+    addresses = {ctypes.addressof(ctypes.c_char.in_dll(x._handle, "tapeout_linear")) for x in (one, two)}
+    assert len(addresses) == 2
+    assert load_native(data, threads=1) is one
 
 
 def test_wrong_argument_block_is_refused(kernels: NativeLibrary) -> None:

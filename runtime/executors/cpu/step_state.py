@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -27,9 +29,16 @@ def allocate_step_state(limits: Limits, kv: KvCacheLayout, num_pages: int) -> St
         kv_lens=zeros(batch),
         page_table=zeros(batch, pages),
         row_ids=zeros(batch),
-        kv_pool=torch.zeros(pool, dtype=getattr(torch, kv.dtype)),
+        kv_pool=_lazy_zeros(pool, getattr(torch, kv.dtype)),
         tokens_per_page=limits.tokens_per_page,
     )
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose pages the system gives on first use: a large pool costs neither time nor memory
+    until requests fill it (torch.zeros would write all of it)."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
 
 
 class StepWriter:
