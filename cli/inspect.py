@@ -30,7 +30,8 @@ def command(engine: Path, as_json: bool, with_records: bool, verify: bool, onnx:
     tapeout inspect smollm2.engine --verify
     tapeout inspect smollm2.engine --onnx smollm2.onnx
     """
-    from tapeout.cli.engine_view import describe, render
+    from tapeout.cli.engine_text import render
+    from tapeout.cli.engine_view import describe
     from tapeout.runtime.engine import open_engine
 
     if onnx is not None:

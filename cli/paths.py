@@ -16,11 +16,17 @@ def check_output(path: Path, option: str) -> None:
     """
     directory = path.absolute().parent
     if path.is_dir():
-        raise UsageError(f"{option}: {str(path)!r} is a directory, expected a file")
+        raise UsageError(
+            f"{option}: {str(path)!r} is a directory, expected a file",
+            hint=f"name a file in it: {path / 'NAME'}",
+        )
     if not directory.is_dir():
         raise UsageError(
             f"{option}: {str(path)!r} cannot be written, the directory {str(directory)!r} does not exist",
             hint=f"mkdir -p {directory}",
         )
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError(f"{option}: {str(path)!r} cannot be written, no permission in {str(directory)!r}")
+        raise UsageError(
+            f"{option}: {str(path)!r} cannot be written, no permission in {str(directory)!r}",
+            hint="choose a directory you may write to",
+        )

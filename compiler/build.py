@@ -139,7 +139,8 @@ def _choose(
         threads=host.threads,
         kernels=source_digest(host.level),
         torch=torch.__version__,
-        conditions=f"batch {limits.max_batch_size}, length {limits.max_seq_len}, page {limits.tokens_per_page}",
+        conditions=f"batch {limits.max_batch_size}, length {limits.max_seq_len}, "
+        f"page {limits.tokens_per_page}",
     )
     torch.set_num_threads(host.threads)
     library = load_native(kernels, host.threads)

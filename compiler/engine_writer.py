@@ -20,6 +20,7 @@ from tapeout.model_defs.weights import Read, WeightRef, recipe_digest, run_recip
 from tapeout.plugins.errors import EngineError, TapeoutError, UsageError
 from tapeout.runtime.engine.container import KIND_ENGINE, KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
 from tapeout.runtime.engine.integrity import WeightChecksums, integrity_section
+from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.manifest import Manifest
 from tapeout.runtime.engine.program import Program
 from tapeout.runtime.engine.program_check import ProgramWeight, program_problems
@@ -101,12 +102,13 @@ def stage_engine(
     *,
     source_digest: str,
     shared: bool = False,
+    launches: LaunchTable | None = None,
     progress: Progress | None = None,
 ) -> StagedEngine:
     """Write an engine, and with `shared` its sibling weight file, under a temporary name.
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
-    digest. `manifest.weights` is filled in here. What is staged can be opened like any engine;
+    digest. `launches` belongs to cuda engines. `manifest.weights` is filled in here. What is staged can be opened like any engine;
     `commit` gives it its name. Same arguments, same bytes. Peak memory: one recipe's result plus
     its largest source.
 
@@ -133,6 +135,8 @@ def stage_engine(
     def lay_out(manifest: Manifest, header_bytes: int = 0) -> Layout:
         manifest = replace(manifest, weights=facts)
         metadata = {"manifest": _dump(manifest.to_json()), "program": _dump(program.to_json())}
+        if launches is not None:
+            metadata["launches"] = _dump(launches.to_json())
         sizes = {name: len(blob) for name, blob in blobs.items()}
         return plan_layout(KIND_ENGINE, metadata, {n: specs[n] for n in embedded}, sizes, header_bytes)
 

@@ -17,7 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from tapeout.model_defs.weights import WeightRef, np_dtype
+from tapeout.model_defs.recipe_steps import np_dtype
+from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.registry import register_torch_ops
 
 register_torch_ops()  # passes name `torch.ops.tapeout.<op>` when they are imported
@@ -52,6 +53,11 @@ class Graph:
     def weight_name(self, node: object) -> str | None:
         """The weight a placeholder stands for; None for anything else."""
         return node.meta.get("weight") if isinstance(node, fx.Node) else None
+
+    def weight_of(self, node: fx.Node) -> tuple[str, WeightRef]:
+        """Name and reference of the weight a placeholder stands for; KeyError for anything else."""
+        name: str = node.meta["weight"]
+        return name, self.weights[name]
 
     def add_input(self, name: str, value: torch.Tensor) -> fx.Node:
         """A new step input after the existing ones; returns an existing one of that name."""

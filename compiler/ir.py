@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tapeout.plugins.op import AttrValue
@@ -126,6 +126,7 @@ def _operand(operand: Operand, value: Value) -> str:
 
 
 _TYPED = re.compile(r"(\S+) (\w+)\[([^\]]*)\]")
+_JSON = json.JSONDecoder()
 _NODE = re.compile(r"(?P<outputs>.+?) = (?P<op>\w+)\((?P<arguments>.*?)\)(?: \{(?P<attrs>.*)\})?")
 _OPERAND = re.compile(r"([^\s,\[\]]+)(?:\[([^\]|]*)\|([^\]|]*)(?:\|(\d+))?\])?")
 
@@ -145,53 +146,83 @@ def parse(text: str) -> Module:
         try:
             if keyword == "input":
                 inputs += _parse_values(rest)
-                values.update((v.name, v) for v in inputs)
+                _define(values, inputs[-1:])
             elif keyword == "weight":
                 (weight,) = _parse_values(rest)
                 weights[weight.name] = WeightType(weight.dtype, tuple(int(d) for d in weight.shape))
             elif keyword == "logits":
                 (logits,) = _parse_operands(rest, values)
             else:
-                nodes.append(_parse_node(line, values))
-                values.update((v.name, v) for v in nodes[-1].outputs)
-        except (ValueError, KeyError, AttributeError) as error:
+                nodes.append(_parse_node(line, values, weights))
+                _define(values, nodes[-1].outputs)
+        except ValueError as error:
             raise ValueError(f"IR line {number} cannot be read: {line!r}: {error}") from error
     if logits is None:
         raise ValueError("IR has no logits line")
     return Module(tuple(inputs), weights, tuple(nodes), logits)
 
 
-def _parse_node(line: str, values: Mapping[str, Value]) -> Node:
+def _define(values: dict[str, Value], new: Sequence[Value]) -> None:
+    if twice := [v.name for v in new if v.name in values]:
+        raise ValueError(f"values {twice} are defined already")
+    values.update((v.name, v) for v in new)
+
+
+def _parse_node(line: str, values: Mapping[str, Value], weights: Mapping[str, WeightType]) -> Node:
     match = _NODE.fullmatch(line)
     if match is None:
         raise ValueError("expected `outputs = op(inputs; weights) {attrs}`")
-    operands, _, weights = match["arguments"].partition("; ")
-    attrs = {}
-    for item in re.split(r", (?=\w+=)", match["attrs"] or ""):
-        if item:
-            key, _, value = item.partition("=")
-            attrs[key] = json.loads(value)
+    operands, _, names = match["arguments"].partition("; ")
+    used = tuple("" if w == "-" else w for w in names.split(", ")) if names else ()
+    if unknown := [w for w in used if w and w not in weights]:
+        raise ValueError(f"weights {unknown} are not declared")
     return Node(
         match["op"],
         tuple(_parse_operands(operands, values)),
-        tuple("" if w == "-" else w for w in weights.split(", ")) if weights else (),
+        used,
         tuple(_parse_values(match["outputs"])),
-        attrs,
+        _parse_attrs(match["attrs"] or ""),
     )
 
 
+def _parse_attrs(text: str) -> dict[str, AttrValue]:
+    """`key=value, ...`; values are JSON, so a text may hold commas and equal signs."""
+    attrs: dict[str, AttrValue] = {}
+    at = 0
+    while at < len(text):
+        equals = text.index("=", at)
+        value, end = _JSON.raw_decode(text, equals + 1)
+        if text[end : end + 2] not in ("", ", "):
+            raise ValueError(f"expected `, ` after attribute {text[at:end]!r}")
+        attrs[text[at:equals]] = value
+        at = end + 2
+    return attrs
+
+
 def _parse_values(text: str) -> Iterator[Value]:
-    for name, dtype, dims in _TYPED.findall(text):
-        yield Value(name.lstrip(", "), dtype, _parse_dims(dims))
+    for item in text.split(", "):
+        match = _TYPED.fullmatch(item)
+        if match is None:
+            raise ValueError(f"expected `name dtype[shape]`, got {item!r}")
+        yield Value(match[1], match[2], _parse_dims(match[3]))
 
 
 def _parse_operands(text: str, values: Mapping[str, Value]) -> Iterator[Operand]:
-    for name, shape, strides, offset in _OPERAND.findall(text):
-        if not shape:
+    for item in text.split(", ") if text else ():
+        match = _OPERAND.fullmatch(item)
+        if match is None:
+            raise ValueError(f"expected `value` or `value[shape|strides|offset]`, got {item!r}")
+        name, shape, strides, offset = match.groups()
+        if name not in values:
+            raise ValueError(f"value {name!r} is not defined above")
+        if shape is None:
             yield whole(values[name])
         else:
             yield Operand(name, _parse_dims(shape), tuple(map(int, strides.split(","))), int(offset or 0))
 
 
 def _parse_dims(text: str) -> tuple[Dim, ...]:
-    return tuple(int(d) if d.isdigit() else d for d in text.split(",") if d)
+    dims: list[Dim] = [int(d) if d.isdigit() else d for d in text.split(",")]
+    if bad := [d for d in dims if isinstance(d, str) and not d.isidentifier()]:
+        raise ValueError(f"dimensions {bad} are neither sizes nor symbols")
+    return tuple(dims)

@@ -150,7 +150,7 @@ def _call(state: _Lowering, node: fx.Node) -> None:
 
 def _view(state: _Lowering, node: fx.Node) -> Any:
     source, *rest = fx.map_arg(node.args, lambda n: state.env[n])
-    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    target: Callable[..., Any] = node.target
     if target in {aten.view.default, aten.reshape.default}:
         target = aten.view.default
         try:
@@ -201,7 +201,7 @@ def _emit_arithmetic(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
 
 
 def _emit_custom(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
-    name = node.target._opname  # type: ignore[union-attr]
+    name = node.target._opname
     schema = OPS[name]
     count = len(schema.inputs)
     inputs, rest = args[:count], args[count:]

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tapeout.plugins.errors import UnsupportedError
 
 # Query positions that tell causal, sliding and chunked masks apart; the largest is above every
-# window in use, and a wider window never cuts anything off within it.
-_PROBES = (0, 1, 5, 1_023, 100_003, 262_147)
+# window in use, and a wider window never cuts anything off within it. The last two are neighbours:
+# a sliding window starts one key later at the second, a chunk at the same key.
+_PROBES = (0, 1, 5, 1_023, 100_003, 262_146, 262_147)
 
 
 @dataclass(frozen=True)

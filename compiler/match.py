@@ -87,7 +87,9 @@ def find(graph: fx.Graph, pattern: Pattern) -> Iterator[Match]:
 _Bound = tuple[dict[fx.Node, fx.Node], dict[str, float]]
 
 
-def _bind(pattern: Pattern, want: fx.Node, have: Any, nodes: dict, literals: dict) -> _Bound | None:
+def _bind(
+    pattern: Pattern, want: fx.Node, have: Any, nodes: dict[fx.Node, fx.Node], literals: dict[str, float]
+) -> _Bound | None:
     """Extend a partial match so that `want` is `have`; None when they differ."""
     if not isinstance(have, fx.Node):
         return None
@@ -103,29 +105,36 @@ def _bind(pattern: Pattern, want: fx.Node, have: Any, nodes: dict, literals: dic
     if want.target in _COMMUTATIVE and len(have.args) == 2:
         orders.append((have.args[1], have.args[0]))
     for args in orders:
-        bound: _Bound | None = ({**nodes, want: have}, dict(literals))
         pairs = [*zip(want.args, args, strict=True), *((want.kwargs[k], have.kwargs[k]) for k in want.kwargs)]
-        for a, b in pairs:
-            bound = _bind_argument(pattern, a, b, *bound)
-            if bound is None:
-                break
+        bound = _bind_all(pattern, pairs, {**nodes, want: have}, literals)
         if bound is not None:
             return bound
     return None
 
 
-def _bind_argument(pattern: Pattern, want: Any, have: Any, nodes: dict, literals: dict) -> _Bound | None:
+def _bind_all(
+    pattern: Pattern,
+    pairs: Sequence[tuple[Any, Any]],
+    nodes: dict[fx.Node, fx.Node],
+    literals: dict[str, float],
+) -> _Bound | None:
+    for want, have in pairs:
+        bound = _bind_argument(pattern, want, have, nodes, literals)
+        if bound is None:
+            return None
+        nodes, literals = bound
+    return nodes, literals
+
+
+def _bind_argument(
+    pattern: Pattern, want: Any, have: Any, nodes: dict[fx.Node, fx.Node], literals: dict[str, float]
+) -> _Bound | None:
     if isinstance(want, fx.Node):
         return _bind(pattern, want, have, nodes, literals)
     if isinstance(want, (list, tuple)):
         if not isinstance(have, (list, tuple)) or len(want) != len(have):
             return None
-        bound: _Bound | None = (nodes, literals)
-        for a, b in zip(want, have, strict=True):
-            bound = _bind_argument(pattern, a, b, *bound)
-            if bound is None:
-                return None
-        return bound
+        return _bind_all(pattern, list(zip(want, have, strict=True)), nodes, literals)
     if isinstance(want, (int, float)) and not isinstance(want, bool) and want in pattern.literals:
         name = pattern.literals[want]
         if isinstance(have, (int, float)) and literals.get(name, have) == have:

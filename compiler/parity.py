@@ -146,7 +146,8 @@ def _check_sane(logits: np.ndarray) -> None:
         bad = int((~np.isfinite(logits)).sum())
         raise TapeoutError(
             f"the engine's logits are not finite: {bad} of {logits.size} values are NaN or infinite",
-            hint="check the checkpoint for NaN; a model that overflows in this dtype needs --dtype float32 or bfloat16",
+            hint="check the checkpoint for NaN; a model that overflows in this dtype needs "
+            "--dtype float32 or bfloat16",
         )
     if not logits.any():
         raise TapeoutError("the engine's logits are all zero", hint="check the checkpoint's weights")

@@ -32,9 +32,12 @@ INTERFACE = "tapeout"  # the name under which attention and masks are registered
 _PREFIX = "model_under_trace."
 
 # Arguments of attention functions that do not change the result of packed causal attention.
-_HARMLESS = frozenset(
-    ["position_ids", "position_embeddings", "cache", "cache_position", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "training", "logits_to_keep", "output_router_logits", "dropout"]
-)
+_HARMLESS = frozenset({
+    "cache", "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "dropout", "is_causal", "logits_to_keep",
+    "max_length_k", "max_length_q", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "training", "use_cache",
+})  # fmt: skip
 
 
 @dataclass
@@ -99,7 +102,8 @@ def _attention_interface(
         )
     if sliding_window is not None and attention_mask.window not in (0, sliding_window):
         raise UnsupportedError(
-            f"layer {module.layer_idx}: mask has window {attention_mask.window}, the layer says {sliding_window}"
+            f"layer {module.layer_idx}: mask has window {attention_mask.window}, "
+            f"the layer says {sliding_window}"
         )
     recorder = _active[-1]
     assert recorder.positions is not None
@@ -156,7 +160,8 @@ def trace(model: nn.Module, tensor: Callable[[str], TensorInfo]) -> Graph:
     layers = model.config.get_text_config().num_hidden_layers
     if sorted(recorder.layers) != list(range(layers)):
         raise UnsupportedError(
-            f"{type(model).__name__} has {layers} layers but its attention was seen in layers {sorted(recorder.layers)}",
+            f"{type(model).__name__} has {layers} layers but its attention was seen in layers "
+            f"{sorted(recorder.layers)}",
             hint="models with layers that are not attention, or with attention outside the library's "
             "AttentionInterface, are not supported",
         )
@@ -192,7 +197,8 @@ def _export(wrapper: _Wrapper) -> ExportedProgram:
             raise error.__cause__ from None
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(
-            f"{type(wrapper.model_under_trace).__name__} cannot be traced: {type(error).__name__}: {first_line}",
+            f"{type(wrapper.model_under_trace).__name__} cannot be traced: "
+            f"{type(error).__name__}: {first_line}",
             hint="run with TAPEOUT_TRACEBACK=1 to see where",
         ) from error
 

@@ -32,6 +32,7 @@ from tapeout.plugins.op import OpSchema
 
 if TYPE_CHECKING:
     from tapeout.plugins.cpu import CpuTactic
+    from tapeout.plugins.cuda import CudaTactic
 
 _FOLDERS = (
     activation, add, add_rms_norm, attention, copy, embedding, gated_activation, linear, linear_int8,
@@ -65,6 +66,19 @@ def cpu_tactics(name: str) -> tuple[CpuTactic, ...]:
     if name in TRACE_ONLY_OPS:
         return ()
     tactics: tuple[CpuTactic, ...] = importlib.import_module(f"tapeout.plugins.{schema.name}.cpu").TACTICS
+    return tactics
+
+
+@cache
+def cuda_tactics(name: str) -> tuple[CudaTactic, ...]:
+    """The CUDA tactics of op `name`, the one that works everywhere first. Imports neither torch nor Triton.
+
+    Empty for ops that exist only in traced graphs and for ops no CUDA kernel runs.
+    """
+    schema = op(name)
+    if name in TRACE_ONLY_OPS:
+        return ()
+    tactics: tuple[CudaTactic, ...] = importlib.import_module(f"tapeout.plugins.{schema.name}.cuda").TACTICS
     return tactics
 
 

@@ -16,7 +16,6 @@ from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
-from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
 from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCache
@@ -67,7 +66,7 @@ class LLM:
         on_step: Any = None,
     ) -> None:
         # Executors bring native-code loading with them, which importing `LLM` need not pay for.
-        from tapeout.runtime.executors import load_executor
+        from tapeout.runtime.executors import load_executor, memory_left
 
         self.engine: Engine = open_engine(os.fspath(engine))
         try:
@@ -83,7 +82,7 @@ class LLM:
             budget = plan_kv_pool(
                 limits=limits,
                 page_bytes=self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page),
-                free_bytes=_memory_left(self.engine),
+                free_bytes=memory_left(self.engine),
                 free_memory_fraction=free_memory_fraction,
                 max_tokens=max_tokens_in_kv_cache,
                 kv_cache_bytes=kv_cache_bytes,
@@ -339,12 +338,6 @@ def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int,
             hint="higher limits need an engine built with them",
         )
     return options.get("max_batch_size") or batch, options.get("max_num_tokens") or tokens
-
-
-def _memory_left(engine: Engine) -> int:
-    """Bytes free beside weights (which executors map or repack) and the activation arena."""
-    weights = sum(info.size_bytes for info in engine.weights.values())
-    return max(available_host_bytes() - weights - engine.program.arena_bytes, 0)
 
 
 def _load_tokenizer(engine: Engine) -> Tokenizer | None:

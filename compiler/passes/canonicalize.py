@@ -65,7 +65,7 @@ def _same_type(a: fx.Node, b: fx.Node) -> bool:
     return (
         x.dtype == y.dtype
         and len(x.shape) == len(y.shape)
-        and all(_equal(s, t) for s, t in zip(x.shape, y.shape))
+        and all(_equal(s, t) for s, t in zip(x.shape, y.shape, strict=True))
     )
 
 

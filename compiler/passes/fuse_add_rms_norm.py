@@ -26,7 +26,6 @@ def fuse_add_rms_norm(graph: Graph) -> int:
         total = graph.call(add, operator.getitem, pair, 1)
         norm.replace_all_uses_with(out)
         add.replace_all_uses_with(total)
-        pair.args = (x, residual, *rest)
         count += 1
         graph.graph.erase_node(norm)
         graph.graph.erase_node(add)

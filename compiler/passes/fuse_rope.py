@@ -28,7 +28,13 @@ def fuse_rope(graph: Graph) -> int:
     return count
 
 
-def _rotate(graph: Graph, match: Match, sources: dict[fx.Node, Match], tables: dict) -> bool:
+def _rotate(
+    graph: Graph,
+    match: Match,
+    sources: dict[fx.Node, Match],
+    tables: dict[tuple[fx.Node, fx.Node], fx.Node],
+) -> bool:
+    """Replace one rotation; False when its cosines and sines are not a table of this graph."""
     x, cos, sin = match.inputs
     (out,) = match.outputs
     if shape(x)[-1] != 2 * match.literals["half"]:

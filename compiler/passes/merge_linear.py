@@ -28,10 +28,10 @@ def merge_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Nod
     first = min(linears)
     weights = []
     for column in zip(*(n.args[1:] for n in linears), strict=True):
-        names = [graph.weights[graph.weight_name(w)] for w in column]
-        module, _, leaf = graph.weight_name(column[0]).rpartition(".")
+        sources = [graph.weight_of(w) for w in column]
+        module, _, leaf = sources[0][0].rpartition(".")
         merged_name = f"{module.rpartition('.')[0]}.{name}.{leaf}"
-        weights.append(graph.add_weight(merged_name, WeightRef.concat(names)))
+        weights.append(graph.add_weight(merged_name, WeightRef.concat([ref for _, ref in sources])))
     merged = graph.call(first, aten.linear.default, first.args[0], *weights)
     start = 0
     for linear in linears:

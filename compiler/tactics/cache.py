@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class TimingCache:
             data = json.loads(path.read_text())
             if data["version"] != CACHE_VERSION:
                 raise ValueError(f"version {data['version']}, expected {CACHE_VERSION}")
-            return cls(path, dict(data["entries"]))
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            return cls(path, _checked(data["entries"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{path} is not a timing cache: {error}",
                 hint="delete the file or name another one; it is made anew",
@@ -85,26 +85,53 @@ class TimingCache:
         entry = self.entries.setdefault(key, {"signature": signature, "machine": vars(machine), "rows": {}})
         known = entry["rows"].setdefault(str(rows), {})
         known |= {
-            name: {"median_us": round(o.median_us, 3)} if o.median_us is not None else {"reason": o.reason}
+            name: {"median_us": o.median_us} if o.median_us is not None else {"reason": o.reason}
             for name, o in outcomes.items()
         }
 
     def save(self) -> None:
-        """Write the file through a temporary name, so that an interrupted build leaves the old one."""
+        """Write the file through a temporary name, so that an interrupted build leaves the old one.
+
+        Nothing is written when nothing new was measured. Raises UsageError when it cannot be written.
+        """
         if self.path is None or not self.misses:
             return
         data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path.parent, prefix=self.path.name, delete=False
-        ) as file:
-            try:
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
                 json.dump(data, file, indent=1, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        os.replace(file.name, self.path)
+            temporary.replace(self.path)
+        except OSError as error:
+            raise UsageError(
+                f"timing cache {self.path} cannot be written: {error.strerror or error}",
+                hint="name a file in a directory you may write to",
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _checked(entries: Any) -> dict[str, dict[str, Any]]:
+    """The entries when every one has the form `put` gives them; ValueError names the first other."""
+    if not isinstance(entries, dict):
+        raise ValueError(f"entries are {type(entries).__name__}, expected an object")
+    for key, entry in entries.items():
+        rows = entry.get("rows") if isinstance(entry, dict) else None
+        outcomes = rows.values() if isinstance(rows, dict) else [None]
+        if not all(isinstance(o, dict) and all(map(_is_outcome, o.values())) for o in outcomes):
+            raise ValueError(f"entry {key} does not hold timings or reasons by rows and tactic")
+    return entries
+
+
+def _is_outcome(outcome: Any) -> bool:
+    if not isinstance(outcome, dict):
+        return False
+    time, reason = outcome.get("median_us"), outcome.get("reason")
+    if time is None:
+        return isinstance(reason, str)
+    return isinstance(time, (int, float)) and math.isfinite(time) and time >= 0
 
 
 def _key(signature: str, machine: Machine) -> str:

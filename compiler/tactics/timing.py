@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from tapeout.plugins.registry import OPS
 
 _MIN_SECONDS = 0.012  # of timing a candidate, after a warm-up pass
 _MIN_PASSES, _MAX_PASSES = 3, 200
+_PASS_SECONDS = 1e-3
+_HOPELESS = 4  # times the best: what one call must take to have lost
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,12 @@ def measure(
     expected: tuple[torch.Tensor, ...],
     prepared: list[Any],
     kernels: Any,
+    best_us: float = math.inf,
 ) -> Outcome:
-    """Correct first: a tactic whose output differs from the reference is never timed."""
+    """Correct first: a tactic whose output differs from the reference is never timed.
+
+    `best_us` is the time of the best tactic so far.
+    """
     try:
         outputs = case.outputs()
         _bind(tactic, signature, case, prepared[0], outputs, _with_own_pool(case.step), kernels)()
@@ -58,7 +66,8 @@ def measure(
         if reason is not None:
             return Outcome(None, reason)
         calls = [_bind(tactic, signature, case, p, outputs, case.step, kernels) for p in prepared]
-        return Outcome(_median_us(calls))
+        # Rounded here and not in the cache: a warm build must choose from the same figures.
+        return Outcome(round(_median_us(calls), 3))
     except Exception as error:  # a candidate that fails is a lost candidate, not a lost build
         return Outcome(None, f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -94,17 +103,28 @@ def _difference(
     return None
 
 
-def _median_us(calls: list[Callable[[], None]]) -> float:
-    """Median over passes of the mean time a call; a pass runs through all copies of the weights."""
+def _median_us(calls: Sequence[Callable[[], None]], best_us: float) -> float:
+    """Median over passes of the mean time a call.
+
+    Calls rotate through all copies of the weights; a pass is long enough for the clock. One call
+    that takes many times the best tactic's time has lost and is not repeated.
+    """
+    rotation = itertools.cycle(calls)
+    first = _seconds(rotation, 1)
+    if first * 1e6 > _HOPELESS * best_us:
+        return first * 1e6
+    count = min(len(calls), math.ceil(_PASS_SECONDS / first))
     passes: list[float] = []
-    for call in calls:
-        call()
     begin = time.perf_counter()
-    while len(passes) < _MIN_PASSES or (
-        len(passes) < _MAX_PASSES and time.perf_counter() - begin < _MIN_SECONDS
-    ):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        passes.append((time.perf_counter() - start) / len(calls))
+    while len(passes) < _MIN_PASSES or (len(passes) < _MAX_PASSES and time.perf_counter() - begin < _MIN_SECONDS):
+        passes.append(_seconds(rotation, count))
     return statistics.median(passes) * 1e6
+
+
+def _seconds(rotation: Iterator[Callable[[], None]], count: int) -> float:
+    """Mean seconds of the next `count` calls."""
+    chosen = list(itertools.islice(rotation, count))
+    start = time.perf_counter()
+    for call in chosen:
+        call()
+    return (time.perf_counter() - start) / count

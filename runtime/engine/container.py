@@ -33,6 +33,8 @@ SHA_BYTES = 32
 ROW_HEADER, ROW_WEIGHTS, ROW_SHARED, FIXED_ROWS = 0, 1, 2, 3
 FORMAT = "tapeout"
 KIND_ENGINE, KIND_WEIGHTS = "engine", "weights"
+#: The hint of every error about a damaged file.
+REBUILD = "copy or build the engine again"
 #: The first bytes of every header, so that a truncated engine is told from a foreign file.
 MAGIC = b'{"__metadata__":{"format":"' + FORMAT.encode() + b'"'
 
@@ -191,10 +193,12 @@ def parse_entries(header: bytes, table: Mapping[str, Any], file_bytes: int, wher
             entries[name] = Entry(name, dtype, shape, base + begin, base + end)
             at = end
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise EngineCorruptError(f"{where}: the header is damaged: {error}") from None
+        raise EngineCorruptError(f"{where}: the header is damaged: {error}", hint=REBUILD) from None
     if file_bytes != base + at:
         state = "truncated" if file_bytes < base + at else "longer than its header says"
-        raise EngineCorruptError(f"{where} is {state}: {file_bytes} bytes, expected {base + at}")
+        raise EngineCorruptError(
+            f"{where} is {state}: {file_bytes} bytes, expected {base + at}", hint=REBUILD
+        )
     return Layout(header, entries, base + at)
 
 

@@ -12,6 +12,7 @@ from tapeout.plugins.errors import EngineCorruptError
 from tapeout.runtime.engine.container import (
     CHUNK_BYTES,
     FIXED_ROWS,
+    REBUILD,
     ROW_HEADER,
     ROW_SHARED,
     ROW_WEIGHTS,
@@ -21,7 +22,6 @@ from tapeout.runtime.engine.container import (
 
 #: Reads `(offset, size)` from the file; fewer bytes at its end.
 ReadAt = Callable[[int, int], bytes | memoryview]
-_HINT = "copy or build the engine again"
 
 
 class WeightChecksums:
@@ -86,7 +86,7 @@ class Verifier:
             SHA_BYTES,
         ]
         if [e and e.size_bytes for e in entries] != expected or list(layout.entries)[-3:] != list(names):
-            raise EngineCorruptError(f"{where}: the checksum section is damaged", hint=_HINT)
+            raise EngineCorruptError(f"{where}: the checksum section is damaged", hint=REBUILD)
         self._chunks, self._rows, self.seal = (bytes(self._read(e.begin, e.size_bytes)) for e in entries if e)
 
     def check_header(self) -> None:
@@ -131,7 +131,7 @@ class Verifier:
         data = self._read_at(at, size)
         if len(data) != size:
             raise EngineCorruptError(
-                f"{self._where} is truncated: no {size} bytes at offset {at}", hint=_HINT
+                f"{self._where} is truncated: no {size} bytes at offset {at}", hint=REBUILD
             )
         return data
 
@@ -141,4 +141,4 @@ class Verifier:
         return f"{', '.join(names[:3]) or 'padding'}{more} (bytes {begin} to {end})"
 
     def _corrupt(self, what: str) -> EngineCorruptError:
-        return EngineCorruptError(f"{self._where}: {what} does not match its checksum", hint=_HINT)
+        return EngineCorruptError(f"{self._where}: {what} does not match its checksum", hint=REBUILD)

@@ -18,16 +18,17 @@ from tapeout.runtime.engine.container import (
     KIND_ENGINE,
     KIND_WEIGHTS,
     MAGIC,
+    REBUILD,
     Entry,
     Layout,
     parse_entries,
 )
 from tapeout.runtime.engine.integrity import Verifier
+from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.manifest import FORMAT_VERSION, Manifest
 from tapeout.runtime.engine.program import Program
 
 _WRONG_FILE = "pass the file that `tapeout build -o FILE` wrote"
-_DAMAGED = "copy or build the engine again"
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,17 @@ class Engine:
     """An open engine. Use `open_engine`; close it, or use it as a context manager."""
 
     def __init__(
-        self, file: MappedFile, weights_file: MappedFile | None, manifest: Manifest, program: Program
+        self,
+        file: MappedFile,
+        weights_file: MappedFile | None,
+        manifest: Manifest,
+        program: Program,
+        launches: LaunchTable | None = None,
     ) -> None:
         self.path = file.path
         self.manifest = manifest
         self.program = program
+        self.launches = launches  # of cuda engines
         self._file = file
         self._weights = weights_file or file
         self.weights: Mapping[str, TensorInfo] = {
@@ -208,6 +215,7 @@ def open_engine(path: str | Path, *, verify: bool = True) -> Engine:
         stack.callback(file.close)
         manifest = Manifest.from_json(_json(file, "manifest"))
         program = Program.from_json(_json(file, "program"))
+        launches = LaunchTable.from_json(_json(file, "launches")) if "launches" in file.metadata else None
         if manifest.format_version != FORMAT_VERSION:
             raise _other_version(str(path), str(manifest.format_version))
         weights_file = None
@@ -218,7 +226,7 @@ def open_engine(path: str | Path, *, verify: bool = True) -> Engine:
             file.verifier.check_blobs()
             (weights_file or file).verifier.check_weights()
         stack.pop_all()
-        return Engine(file, weights_file, manifest, program)
+        return Engine(file, weights_file, manifest, program, launches)
 
 
 def open_weights_file(path: Path) -> MappedFile:
@@ -241,13 +249,15 @@ def _open_file(path: Path, kind: str) -> MappedFile:
     try:
         return MappedFile(path, kind)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}", hint=_WRONG_FILE) from None
 
 
 def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
     name, digest = manifest.weights.get("file"), manifest.weights.get("digest")
     if not isinstance(name, str) or not name or Path(name).name != name:
-        raise EngineCorruptError(f"{path}: the manifest names no shared weight file: {name!r}")
+        raise EngineCorruptError(
+            f"{path}: the manifest names no shared weight file: {name!r}", hint=REBUILD
+        )
     shared = path.parent / name
     if not shared.is_file():
         raise EngineError(
@@ -269,7 +279,7 @@ def _json(file: MappedFile, key: str) -> Any:
     try:
         return json.loads(file.metadata[key])
     except (KeyError, ValueError, RecursionError) as error:
-        raise EngineCorruptError(f"{file.path}: the {key} cannot be read: {error!r}") from None
+        raise EngineCorruptError(f"{file.path}: the {key} cannot be read: {error!r}", hint=REBUILD) from None
 
 
 def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str, str], Layout]:
@@ -281,7 +291,7 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
         if ours:
             raise EngineCorruptError(
                 f"{where} is truncated: {file_bytes} bytes, its header alone has {length}",
-                hint=_DAMAGED,
+                hint=REBUILD,
             )
         raise _no_engine(where, "it is not a safetensors file")
     header = os.pread(fd, 8 + length, 0)
@@ -291,14 +301,16 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
         foreign = metadata.get("format") != FORMAT
     except (KeyError, TypeError, ValueError, RecursionError):
         if ours:
-            raise EngineCorruptError(f"{where}: the header is damaged", hint=_DAMAGED) from None
+            raise EngineCorruptError(f"{where}: the header is damaged", hint=REBUILD) from None
         raise _no_engine(where, "its header holds no metadata of ours") from None
     if foreign:
         raise _no_engine(where, f"it is a safetensors file of format {metadata.get('format')!r}")
     # Before anything else: what another version calls damage is only another layout.
     version = metadata.get("format_version")
     if not isinstance(version, str) or not version.isdecimal():
-        raise EngineCorruptError(f"{where}: the header is damaged: format version {version!r}")
+        raise EngineCorruptError(
+            f"{where}: the header is damaged: format version {version!r}", hint=REBUILD
+        )
     if version != str(FORMAT_VERSION):
         raise _other_version(where, version)
     if metadata.get("kind") != kind:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tapeout.plugins.errors import UsageError
+from tapeout.plugins.errors import EngineIncompatibleError, UsageError
 from tapeout.plugins.native.host import detect_host
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_target
+from tapeout.runtime.host_memory import available_host_bytes
 
 if TYPE_CHECKING:
     from tapeout.runtime.executors.cpu import CpuExecutor
+    from tapeout.runtime.executors.cuda import CudaExecutor
 
-__all__ = ["load_executor"]
+__all__ = ["load_executor", "memory_left"]
 
 
 def load_executor(
@@ -22,14 +24,18 @@ def load_executor(
     threads: int | None = None,
     release_weights: bool = False,
     max_buckets: int = 64,
-) -> CpuExecutor:
+) -> CpuExecutor | CudaExecutor:
     """The executor of the engine's target, ready to replay; imports what that target needs.
 
-    `num_pages` pages of KV cache. `threads` for kernels (None: the library's default).
-    `release_weights` trades speed for memory: no weight stays in memory after its record.
+    `num_pages` pages of KV cache. On `cpu`: `threads` for kernels (None: the library's default);
+    `release_weights` trades speed for memory: no weight stays in memory after its record;
     `max_buckets` bound row counts are kept. Raises CapacityError when memory is short,
     EngineIncompatibleError when the engine was built for another target.
     """
+    if is_cuda(engine):
+        from tapeout.runtime.executors.cuda import CudaExecutor
+
+        return CudaExecutor(engine, num_pages=num_pages)
     check_target(engine, detect_host())
     try:
         import torch  # noqa: F401
@@ -42,3 +48,25 @@ def load_executor(
     return CpuExecutor(
         engine, num_pages=num_pages, threads=threads, release_weights=release_weights, max_buckets=max_buckets
     )
+
+
+def memory_left(engine: Engine) -> int:
+    """Bytes free for the KV cache beside weights and activations, where the engine runs."""
+    if is_cuda(engine):
+        # Asked before anything is loaded, so this is where a machine that cannot run it is told.
+        try:
+            from tapeout.runtime.executors.cuda import device_memory_left
+
+            return device_memory_left(engine)
+        except (ImportError, EngineIncompatibleError) as error:
+            raise EngineIncompatibleError(
+                f"{engine.path} was built for {engine.manifest.target}, this machine is "
+                f"cpu:{detect_host().level}: {error}",
+                hint="run it where that GPU is, or build for this machine: tapeout build MODEL --target cpu -o FILE",
+            ) from error
+    weights = sum(info.size_bytes for info in engine.weights.values())
+    return max(available_host_bytes() - weights - engine.program.arena_bytes, 0)
+
+
+def is_cuda(engine: Engine) -> bool:
+    return engine.manifest.target.startswith("cuda:")

@@ -1,0 +1,197 @@
+"""What `tapeout inspect` prints: the data of `engine_view.py` as text for 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import click
+
+from tapeout.cli.format import human_bytes, table
+
+#: Columns for values that may be long, right of the names of their section.
+_VALUE_WIDTH = 84
+#: Columns of times in one row of a tactic's table.
+_ANCHORS_PER_LINE = 10
+
+
+def render(data: dict[str, Any]) -> str:
+    """The description as text."""
+    manifest, program = data["manifest"], data["program"]
+    parts = [
+        _section("engine", _engine_rows(data)),
+        _section("model", _model_rows(manifest)),
+        _section("limits", [(_dashed(key), str(value)) for key, value in manifest["limits"].items()]),
+        _section("built with", _build_rows(manifest)),
+        _section("sizes", _size_rows(data)),
+        _section(
+            "passes", [(name, _counted(count, "match", "es")) for name, count in manifest["passes"].items()]
+        ),
+        _section("parity", _parity_rows(data)),
+        _section("program", _program_rows(manifest, program)),
+    ]
+    if "listing" in program:
+        parts.append(_title("records") + "\n" + "\n".join(program["listing"]))
+    parts.append(_tactics(data))
+    if "onnx" in data:
+        parts.append(f"wrote {data['onnx']}")
+    return "\n".join(part for part in parts if part)
+
+
+def _engine_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = [("file", f"{name}  {human_bytes(size)}") for name, size in data["files"].items()]
+    rows += [
+        ("digest", data["digest"]),
+        ("checksums", "all verified" if data["verified"] else "header verified; --verify reads the rest"),
+        ("target", data["manifest"]["target"]),
+    ]
+    return [*rows]
+
+
+def _model_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:
+    model, tokenizer, generation = manifest["model"], manifest["tokenizer"], manifest["generation"]
+    # origin, then digests of 64 digits: one a line
+    origin, *digests = model["checkpoint"].split()
+    rows = [
+        ("architecture", f"{model['architecture']}, {model['dtype']}, quantize {model['quantize']}"),
+        ("checkpoint", origin),
+        *(("", digest) for digest in digests),
+        ("vocabulary", f"{model['vocab_size']} logits"),
+        ("positions", f"{model['max_position_embeddings']} at most"),
+    ]
+    if tokenizer is None:
+        rows.append(("tokenizer", "none: token ids only"))
+    else:
+        ids = [("bos", tokenizer["bos_token_id"]), ("eos", tokenizer["eos_token_ids"])]
+        ids.append(("pad", tokenizer["pad_token_id"]))
+        known = ", ".join(f"{name} {_plain(value)}" for name, value in ids if value not in (None, []))
+        rows.append(("tokenizer", f"{tokenizer['vocab_size']} ids; {known}"))
+    defaults = [f"{k} {_plain(v)}" for k, v in generation.items() if not k.endswith("_token_id")]
+    if defaults:
+        rows += _wrapped("generation", ", ".join(defaults))
+    return [*rows]
+
+
+def _build_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Options that say something (None is "as the model and the target have it"), then versions."""
+    options = [(_dashed(k), _plain(v)) for k, v in manifest["options"].items() if v is not None]
+    return [*options, *((f"{name} version", version) for name, version in manifest["versions"].items())]
+
+
+def _size_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
+    names = {"kernels": data["kernels"], "text": data["texts"]}
+    return [
+        (name.replace("_", " "), human_bytes(size), ", ".join(names.get(name, [])))
+        for name, size in data["sizes"].items()
+        if size
+    ]
+
+
+def _parity_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = [(key, _plain(value)) for key, value in data["manifest"]["parity"].items()]
+    figures = data["report"]["parity"] if data["report"] else {}
+    return [*rows, *((key.replace("_", " "), _plain(value)) for key, value in figures.items())]
+
+
+def _program_rows(manifest: dict[str, Any], program: dict[str, Any]) -> list[tuple[str, ...]]:
+    kv, limits = manifest["kv_cache"], manifest["limits"]
+    ops = ", ".join(f"{name} {count}" for name, count in program["ops"].items())
+    whole = f"{limits['max_batch_size']} requests of {limits['max_seq_len']} tokens"
+    return [
+        ("records", str(program["records"])),
+        *_wrapped("ops", ops),
+        ("arena", f"{human_bytes(program['arena_bytes'])} for {program['buffers']} buffers"),
+        ("KV cache", f"{kv['layers']} layers, {kv['kv_heads']} heads of {kv['head_dim']}, {kv['dtype']}"),
+        ("KV page", f"{human_bytes(program['kv_page_bytes'])} for {limits['tokens_per_page']} tokens"),
+        ("KV pool", f"{human_bytes(program['kv_cache_bytes'])} for {whole}; a smaller one works too"),
+    ]
+
+
+def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
+    """A row, with more rows below it for what does not fit."""
+    lines = textwrap.wrap(text, _VALUE_WIDTH)
+    return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
+
+
+def _tactics(data: dict[str, Any]) -> str:
+    tactics, report = data["tactics"], data["report"]
+    if not data["manifest"]["timed"]:
+        note = " (untimed)"
+    elif report is None:
+        note = " (no times: the report of this build does not lie beside the engine)"
+    else:
+        note = f" (µs by rows, * the fastest, from {report['file']})"
+    lines = [_title("tactics") + note]
+    for entry in tactics:
+        lines += ["", *_signature(entry["signature"], entry["records"])]
+        ranges = (f"up to {_counted(r['max_rows'], 'row')} {r['tactic']}" for r in entry["ranges"])
+        lines.append("    " + ", ".join(ranges))
+        lines += _times(entry["timings"])
+    return "\n".join(lines)
+
+
+def _signature(key: str, records: int) -> list[str]:
+    """The op with its types, then its attributes on a line of their own."""
+    types, _, attrs = key.removesuffix("}").partition("{")
+    types = types.replace(";)", ")").replace("->", " -> ").replace(";", "; ")
+    lines = [f"  {types}  × {records}"]
+    return [*lines, *([f"    {attrs.replace(',', ', ')}"] if attrs else [])]
+
+
+def _times(timings: list[dict[str, Any]]) -> list[str]:
+    """One row for each tactic, one column for each row count that was timed."""
+    timed = [t for t in timings if t.get("median_us") is not None]
+    names = list(dict.fromkeys(name for t in timed for name in (t["tactic"], *t.get("losers", {}))))
+    width = max(map(len, ["rows", *names]))
+    lines: list[str] = []
+    for start in range(0, len(timed), _ANCHORS_PER_LINE):
+        block = timed[start : start + _ANCHORS_PER_LINE]
+        lines.append(f"      {'rows':{width}}" + "".join(f" {t['rows']:>6} " for t in block))
+        lines += [f"      {name:{width}}" + "".join(_cell(name, t) for t in block) for name in names]
+    lines = [line.rstrip() for line in lines]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for timing in timings:
+        for name, reason in timing.get("rejected", {}).items():
+            refused.setdefault((name, reason), []).append(str(timing["rows"]))
+    for (name, reason), rows_at in refused.items():
+        lines.append(f"      {name} refused at {', '.join(rows_at)} rows: {reason}")
+    return lines
+
+
+def _cell(name: str, timing: dict[str, Any]) -> str:
+    if name == timing["tactic"]:
+        return f" {_microseconds(timing['median_us']):>6}*"
+    time = timing.get("losers", {}).get(name)
+    return f" {'-' if time is None else _microseconds(time):>6} "
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _section(title: str, rows: list[tuple[str, ...]]) -> str:
+    return f"{_title(title)}\n{table(rows)}" if rows else ""
+
+
+def _title(text: str) -> str:
+    """Bold on a terminal; click takes the codes out elsewhere."""
+    return click.style(text, bold=True)
+
+
+def _dashed(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _counted(count: int, word: str, ending: str = "s") -> str:
+    return f"{count} {word}{'' if count == 1 else ending}"
+
+
+def _plain(value: Any) -> str:
+    """A value of the manifest as people write it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{_plain(v)} {str(k).replace('_', ' ')}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

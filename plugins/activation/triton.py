@@ -1,0 +1,57 @@
+"""The activation functions on CUDA, and the kernel of activation."""
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from tapeout.plugins.triton_aot.elementwise import at
+
+
+@triton.jit
+def sigmoid(x):
+    """Of a float32; exact limits at both infinities."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """Of a float32: a series near 0, where 2 * sigmoid(2 x) - 1 would cancel."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
+    return tl.where(tl.abs(x) < 0.25, series, 2.0 * sigmoid(2.0 * x) - 1.0)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """KIND of a float32 value; NaN stays NaN."""
+    if KIND == "silu":
+        return x * sigmoid(x)
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        return tl.where(x < 0, 0.0, x)
+    elif KIND == "tanh":
+        return tanh(x)
+    else:
+        tl.static_assert(KIND == "sigmoid", "unknown activation")
+        return sigmoid(x)
+
+
+@triton.jit
+def activation(
+    x, out, counts, x_row, x_group, out_row, out_group,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """out = KIND(x), computed in float32."""
+    row = tl.program_id(0)
+    if row >= tl.load(counts + COUNT):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < GROUPS * DIM
+    value = tl.load(x + at(row, columns, x_row, x_group, GROUPS, DIM), mask=inside).to(tl.float32)
+    value = activate(value, KIND)
+    tl.store(
+        out + at(row, columns, out_row, out_group, GROUPS, DIM), value.to(out.dtype.element_ty), mask=inside
+    )

@@ -1,0 +1,22 @@
+"""Triton kernels compiled ahead of time to cubins, on any machine, for any listed SM.
+
+Importing this package does not import Triton; compiling does.
+"""
+
+from tapeout.plugins.triton_aot.compile import (
+    SCRATCH_TYPES,
+    CompiledKernel,
+    KernelResources,
+    compile_all,
+    compile_kernel,
+    kernel_digest,
+)
+
+__all__ = [
+    "SCRATCH_TYPES",
+    "CompiledKernel",
+    "KernelResources",
+    "compile_all",
+    "compile_kernel",
+    "kernel_digest",
+]

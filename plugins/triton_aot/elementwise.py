@@ -1,0 +1,84 @@
+"""Kernels of add, mul, scale and copy, and how kernels address rows x groups x dim.
+
+One block works on BLOCK elements of one row; element e of a row is (e // DIM, e % DIM).
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def at(row, columns, row_stride, group_stride, GROUPS: tl.constexpr, DIM: tl.constexpr):
+    """Element offsets of `columns` of a row."""
+    base = row.to(tl.int64) * row_stride
+    if GROUPS == 1:
+        return base + columns
+    return base + (columns // DIM) * group_stride + columns % DIM
+
+
+@triton.jit
+def binary(
+    a, b, out, counts, a_row, a_group, b_row, b_group, out_row, out_group,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """out = a OP b, rounded once."""
+    row = tl.program_id(0)
+    if row >= tl.load(counts + COUNT):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < GROUPS * DIM
+    left = tl.load(a + at(row, columns, a_row, a_group, GROUPS, DIM), mask=inside).to(tl.float32)
+    right = tl.load(b + at(row, columns, b_row, b_group, GROUPS, DIM), mask=inside).to(tl.float32)
+    value = left + right if OP == "add" else left * right
+    tl.store(
+        out + at(row, columns, out_row, out_group, GROUPS, DIM), value.to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit
+def scale(
+    x, out, counts, factor, x_row, x_group, out_row, out_group,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = x * factor in float32, rounded once."""
+    row = tl.program_id(0)
+    if row >= tl.load(counts + COUNT):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < GROUPS * DIM
+    value = tl.load(x + at(row, columns, x_row, x_group, GROUPS, DIM), mask=inside).to(tl.float32) * factor
+    tl.store(
+        out + at(row, columns, out_row, out_group, GROUPS, DIM), value.to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit
+def copy(
+    x, out, counts, x_row, x_group, out_row, out_group,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = x."""
+    row = tl.program_id(0)
+    if row >= tl.load(counts + COUNT):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < GROUPS * DIM
+    value = tl.load(x + at(row, columns, x_row, x_group, GROUPS, DIM), mask=inside)
+    tl.store(out + at(row, columns, out_row, out_group, GROUPS, DIM), value, mask=inside)
+
+
+@triton.jit
+def gather(
+    ids, table, out, counts, table_row, out_row,
+    COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = table[ids[row]]: embedding and select_rows."""
+    row = tl.program_id(0)
+    if row >= tl.load(counts + COUNT):
+        return
+    source = tl.load(ids + row).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < DIM
+    value = tl.load(table + source * table_row + columns, mask=inside)
+    tl.store(out + row.to(tl.int64) * out_row + columns, value, mask=inside)

@@ -1,0 +1,72 @@
+"""Tactics of the ops whose output elements depend on one element of each input."""
+
+from __future__ import annotations
+
+from tapeout.plugins.cpu import OpSignature
+from tapeout.plugins.cuda import Arg, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.triton_aot.tactic import (
+    Argument,
+    TritonTactic,
+    ceil_div,
+    count_index,
+    groups_and_dim,
+    launch,
+    pointer,
+    power_of_two,
+    step,
+    strides,
+)
+
+_ELEMENTS_PER_THREAD, _MAX_BLOCK = 8, 1024  # 16 bytes of bfloat16 a thread
+
+
+def block_of(width: int) -> tuple[int, int]:
+    """(elements, warps) of a block that works on a row of `width` elements."""
+    block = min(_MAX_BLOCK, max(32, power_of_two(width)))
+    return block, max(1, min(4, block // (32 * _ELEMENTS_PER_THREAD)))
+
+
+class Elementwise(TritonTactic):
+    """One block per row and 1,024 elements of it.
+
+    Args:
+        op_name: the op. kernel: "module:function"; it takes the operands, `counts`, float32
+            scalars (`scalars`: attribute to argument name), then the strides of every operand.
+        constants: further constants; `attr_constants` maps constant to attribute.
+    """
+
+    def __init__(
+        self,
+        op_name: str,
+        kernel: str,
+        names: tuple[str, ...] = ("x",),
+        scalars: dict[str, str] | None = None,
+        constants: dict[str, str] | None = None,
+        attr_constants: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(op_name)
+        self._kernel, self._names = kernel, names
+        self._scalars, self._constants, self._attr_constants = scalars or {}, constants or {}, attr_constants or {}
+
+    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+        out = signature.outputs[0]
+        groups, dim = groups_and_dim(out)
+        block, warps = block_of(groups * dim)
+        operands = [
+            *((n, t, "input", i) for i, (n, t) in enumerate(zip(self._names, signature.inputs, strict=True))),
+            ("out", out, "output", 0),
+        ]
+        arguments = [pointer(name, kind.dtype, Arg(role, i)) for name, kind, role, i in operands]
+        arguments.append(step("counts"))
+        arguments += [
+            Argument(name, "fp32", Arg("f32", value=float(signature.attrs[attr])))
+            for attr, name in self._scalars.items()
+        ]
+        for name, kind, role, i in operands:
+            arguments += strides(name, kind, role, i)
+        constants = {
+            "COUNT": count_index(signature), "GROUPS": groups, "DIM": dim, "BLOCK": block, **self._constants,
+            **{name: signature.attrs[attr] for name, attr in self._attr_constants.items()},
+        }  # fmt: skip
+        grid = (GridDim(1), GridDim(0, ceil_div(groups * dim, block)))
+        return (launch(self._kernel, arguments, constants, grid, warps),)

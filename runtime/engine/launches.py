@@ -1,0 +1,105 @@
+"""Launches of a CUDA engine: what every record turns into, for every range of rows.
+
+The table is keyed like the tactics: by signature, then by range. Operands are named by
+position, so that all layers share their entries; pointers are filled in when a bucket is bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tapeout.runtime.engine.codec import decode, encode
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+        blob: name of its cubin in the engine's kernels section.
+        symbol: name in the cubin.
+        threads: per block. shared_bytes: dynamic shared memory per block.
+        scratch_bytes: global memory every block wants, aligned to 128; 0 for most.
+        scratch_pointers: trailing pointer parameters beyond `args` (the first gets the scratch).
+    """
+
+    blob: str
+    symbol: str
+    threads: int
+    shared_bytes: int
+    scratch_bytes: int
+    scratch_pointers: int
+
+
+@dataclass(frozen=True)
+class KernelArg:
+    """A parameter: see `tapeout.plugins.cuda.Arg` for kinds."""
+
+    kind: str
+    index: int
+    name: str
+    value: int | float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Blocks in one dimension: ceil(rows / per_block) * times; `per_block` 0: `times`."""
+
+    per_block: int
+    times: int
+
+    def blocks(self, rows: int) -> int:
+        return self.times if self.per_block == 0 else -(-rows // self.per_block) * self.times
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a range. `kernel` indexes `LaunchTable.kernels`."""
+
+    kernel: int
+    grid: tuple[Grid, ...]
+    args: tuple[KernelArg, ...]
+
+
+@dataclass(frozen=True)
+class RangeLaunches:
+    """What runs for row counts up to `max_rows` (those of the tactic range of the same bound)."""
+
+    max_rows: int
+    workspace_bytes: int
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class LaunchTable:
+    """All kernels and launches of an engine, and the buckets to capture.
+
+    Attributes:
+        kernels: every distinct kernel.
+        ranges: signature key to its ranges, ascending.
+        row_buckets: padded token row counts, ascending; the last is max_num_tokens.
+        logit_buckets: padded logit row counts, ascending; the last is max_batch_size.
+        workspace_bytes: memory shared by all tactics, beside the arena.
+        scratch_bytes: memory for the kernels' own scratch at their largest grids.
+        step: launches of the step itself by role: `fill_token_ids` before the records (over T rows),
+            `sample_greedy` after them (over R rows).
+    """
+
+    kernels: tuple[Kernel, ...]
+    ranges: Mapping[str, tuple[RangeLaunches, ...]]
+    row_buckets: tuple[int, ...]
+    logit_buckets: tuple[int, ...]
+    workspace_bytes: int
+    scratch_bytes: int
+    step: Mapping[str, Launch]
+
+    def to_json(self) -> dict[str, Any]:
+        data: dict[str, Any] = encode(self)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LaunchTable:
+        """Raises EngineCorruptError on unknown or missing keys."""
+        return decode(cls, data, "launches")

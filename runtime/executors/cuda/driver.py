@@ -1,0 +1,167 @@
+"""The CUDA driver through cuda-bindings: errors as exceptions, a device, memory, modules.
+
+Nothing here knows engines. Importing it imports cuda-bindings (0.05 s); the driver itself is
+loaded by `open_device`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as cu
+
+from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError
+
+_OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+
+def check(result: tuple[Any, ...], doing: str) -> Any:
+    """The values of a driver call's result tuple; raises TapeoutError saying what was being done."""
+    status, *values = result
+    if status != cu.CUresult.CUDA_SUCCESS:
+        text = cu.cuGetErrorString(status)[1]
+        message = f"CUDA: {doing}: {status.name} ({text.decode() if text else 'unknown'})"
+        raise CapacityError(message) if status == _OUT_OF_MEMORY else TapeoutError(message)
+    return values[0] if len(values) == 1 else tuple(values) if values else None
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What an engine is checked against."""
+
+    name: str
+    sm: int
+    sm_count: int
+    total_bytes: int
+    driver_version: int  # 13000 = CUDA 13.0
+
+
+class Device:
+    """A GPU with its primary context, current on the thread that opened it."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        try:
+            check(cu.cuInit(0), "initializing the driver")
+            self._device = check(cu.cuDeviceGet(ordinal), f"opening GPU {ordinal}")
+        except (RuntimeError, TapeoutError) as error:
+            raise EngineIncompatibleError(
+                f"no usable NVIDIA GPU: {error}", hint="a cuda engine needs a GPU and its driver; nvidia-smi shows both"
+            ) from error
+        self.facts = self._facts()
+        self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
+        self.make_current()
+
+    def make_current(self) -> None:
+        """Bind the context to the calling thread; every thread that calls the driver needs it once."""
+        check(cu.cuCtxSetCurrent(self._context), "making the context current")
+
+    def free_bytes(self) -> int:
+        """Device memory not in use by anybody."""
+        free, _ = check(cu.cuMemGetInfo(), "asking for free memory")
+        return int(free)
+
+    def close(self) -> None:
+        cu.cuDevicePrimaryCtxRelease(self._device)
+
+    def _facts(self) -> DeviceFacts:
+        attributes = cu.CUdevice_attribute
+
+        def attribute(which: Any) -> int:
+            return int(check(cu.cuDeviceGetAttribute(which, self._device), "reading device attributes"))
+
+        major = attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        name = check(cu.cuDeviceGetName(128, self._device), "reading the device's name")
+        return DeviceFacts(
+            name.split(b"\0")[0].decode(),
+            10 * major + minor,
+            attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            int(check(cu.cuDeviceTotalMem(self._device), "reading the device's memory")),
+            int(check(cu.cuDriverGetVersion(), "reading the driver's version")),
+        )
+
+
+class DeviceMemory:
+    """One allocation, freed by `close`."""
+
+    def __init__(self, size_bytes: int, what: str) -> None:
+        self.size_bytes = size_bytes
+        self.address = int(check(cu.cuMemAlloc(max(size_bytes, 256)), f"allocating {size_bytes:,} bytes for {what}"))
+
+    def zero(self) -> None:
+        check(cu.cuMemsetD8(self.address, 0, max(self.size_bytes, 256)), "clearing memory")
+
+    def close(self) -> None:
+        if self.address:
+            cu.cuMemFree(self.address)
+            self.address = 0
+
+
+class PinnedMemory:
+    """Page-locked host memory as a numpy byte array, freed by `close`."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.address = int(check(cu.cuMemHostAlloc(size_bytes, 0), f"pinning {size_bytes:,} bytes"))
+        buffer = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+        self.array: np.ndarray = np.frombuffer(buffer, np.uint8)
+
+    def close(self) -> None:
+        if self.address:
+            cu.cuMemFreeHost(self.address)
+            self.address = 0
+
+
+class Stream:
+    """A non-blocking stream."""
+
+    def __init__(self) -> None:
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.handle = check(cu.cuStreamCreate(flags), "creating a stream")
+
+    def upload(self, device: int, host: int, size_bytes: int) -> None:
+        check(cu.cuMemcpyHtoDAsync(device, host, size_bytes, self.handle), "copying to the device")
+
+    def download(self, host: int, device: int, size_bytes: int) -> None:
+        check(cu.cuMemcpyDtoHAsync(host, device, size_bytes, self.handle), "copying from the device")
+
+    def wait(self) -> None:
+        check(cu.cuStreamSynchronize(self.handle), "waiting for the device")
+
+    def close(self) -> None:
+        cu.cuStreamDestroy(self.handle)
+
+
+class Event:
+    """A point in a stream that the host can wait for."""
+
+    def __init__(self) -> None:
+        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self.handle = check(cu.cuEventCreate(flags), "creating an event")
+
+    def record(self, stream: Stream) -> None:
+        check(cu.cuEventRecord(self.handle, stream.handle), "recording an event")
+
+    def wait(self) -> None:
+        check(cu.cuEventSynchronize(self.handle), "waiting for a step")
+
+    def close(self) -> None:
+        cu.cuEventDestroy(self.handle)
+
+
+def load_function(cubin: bytes, symbol: str, shared_bytes: int) -> Any:
+    """A kernel of a cubin, allowed to use the dynamic shared memory it was compiled for."""
+    module = check(cu.cuModuleLoadData(cubin), f"loading kernel {symbol}")
+    function = check(cu.cuModuleGetFunction(module, symbol.encode()), f"finding kernel {symbol}")
+    if shared_bytes > 48 << 10:
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), f"giving {symbol} shared memory")
+    return function
+
+
+def launch(function: Any, grid: tuple[int, int, int], threads: int, shared: int, stream: Stream, values: list, types: list) -> None:
+    """One kernel launch, or one node while a stream is captured."""
+    params = (tuple(values), tuple(types))
+    check(cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream.handle, params, 0), "launching a kernel")

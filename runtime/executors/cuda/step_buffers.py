@@ -1,0 +1,87 @@
+"""The step's metadata on the device: one pinned buffer, one copy a step.
+
+Several pinned copies take turns, because the host writes step n+1 while the copy of step n may
+still be reading.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.executors.cuda.driver import DeviceMemory, Event, PinnedMemory, Stream
+from tapeout.runtime.step import StepInputs
+
+_TURNS = 3
+_ALIGNMENT_INTS = 64  # every tensor starts on 256 bytes
+
+
+class StepBuffers:
+    """Layout, host copies and device copy of the int32 step tensors (see plugins/cuda.py)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.max_pages = -(-limits.max_seq_len // limits.tokens_per_page)
+        batch, tokens = limits.max_batch_size, limits.max_num_tokens
+        sizes = {
+            "counts": 5,
+            "cu_q": batch + 1,
+            "kv_lens": batch,
+            "row_ids": batch,
+            "row_slots": batch,
+            "slots": batch,
+            "page_table": batch * self.max_pages,
+            "token_ids": tokens,
+            "positions": tokens,
+            "row_seqs": tokens,
+        }
+        self._offsets, end = {}, 0
+        for name, size in sizes.items():
+            self._offsets[name] = end
+            end += -(-size // _ALIGNMENT_INTS) * _ALIGNMENT_INTS
+        self._ints = end
+        self.device = DeviceMemory(end * 4, "step metadata")
+        self.device.zero()
+        self._turns = [(PinnedMemory(end * 4), Event()) for _ in range(_TURNS)]
+        self._next = 0
+
+    def address(self, name: str) -> int:
+        """Device address of a step tensor."""
+        return self.device.address + 4 * self._offsets[name]
+
+    def upload(self, inputs: StepInputs, stream: Stream) -> None:
+        """Write one step's tensors and queue their copy. Rows beyond the counts stay stale."""
+        memory, event = self._turns[self._next]
+        self._next = (self._next + 1) % _TURNS
+        event.wait()  # the copy that last read this buffer
+        host = memory.array.view(np.int32)
+
+        def put(name: str, values: np.ndarray) -> None:
+            start = self._offsets[name]
+            host[start : start + len(values)] = values
+
+        lengths = np.diff(inputs.cu_q)
+        sequences = len(inputs.slots)
+        counts = (len(inputs.token_ids), sequences, lengths.max(), inputs.kv_lens.max(), len(inputs.row_ids))
+        put("counts", np.array(counts, np.int32))
+        put("cu_q", inputs.cu_q)
+        put("kv_lens", inputs.kv_lens)
+        put("row_ids", inputs.row_ids)
+        put("row_slots", inputs.row_slots)
+        put("slots", inputs.slots)
+        put("token_ids", inputs.token_ids)
+        put("positions", inputs.positions)
+        put("row_seqs", np.repeat(np.arange(sequences, dtype=np.int32), lengths))
+        start = self._offsets["page_table"]
+        table = host[start : start + sequences * self.max_pages].reshape(sequences, self.max_pages)
+        width = min(inputs.page_table.shape[1], self.max_pages)
+        table[:, :width] = inputs.page_table[:, :width]
+        # The long tensors come last: the copy ends with the last row in use.
+        used = self._offsets["row_seqs"] + len(inputs.token_ids)
+        stream.upload(self.device.address, memory.address, 4 * used)
+        event.record(stream)
+
+    def close(self) -> None:
+        self.device.close()
+        for memory, event in self._turns:
+            memory.close()
+            event.close()

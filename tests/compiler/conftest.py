@@ -1,0 +1,267 @@
+"""Fixtures of the compiler's tests: tiny models traced once a session, small graphs made by hand."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import Dim
+
+from tapeout.compiler.build import trace_source
+from tapeout.compiler.graph import Graph, read_weights, run_graph, to_numpy
+from tapeout.compiler.ir import Module
+from tapeout.compiler.lower import lower
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.passes.canonicalize import canonicalize
+from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
+from tapeout.compiler.trace import _to_graph
+from tapeout.model_defs import ModelSource, open_model
+from tapeout.model_defs.source import TensorInfo
+from tapeout.model_defs.weights import CONST_PREFIX, run_recipe
+
+TOKENS_PER_PAGE = 4
+
+
+def _load_models() -> ModuleType:
+    name = "tapeout_test_models"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "models.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def models() -> ModuleType:
+    """tests/models.py."""
+    return _load_models()
+
+
+def ops(graph: Graph) -> Counter[str]:
+    """How often each op is called; `aten.add.Tensor`, `tapeout.rope.default`, `getitem`."""
+    return Counter(_op_name(n) for n in graph.graph.nodes if n.op == "call_function")
+
+
+def _op_name(node: fx.Node) -> str:
+    return str(node.target) if "." in str(node.target) else str(node.target.__name__)
+
+
+def reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:
+    """Reads the sources of recipes."""
+
+    def read(name: str) -> np.ndarray:
+        if name.startswith(CONST_PREFIX):
+            return graph.constants[name.removeprefix(CONST_PREFIX)]
+        return source.checkpoint.read(name)
+
+    return read
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences packed into one step, and where they lie in a paged cache whose pages are shuffled."""
+
+    sequences: tuple[tuple[int, ...], ...]
+
+    def inputs(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All step inputs by placeholder name; every row's logits are asked for. The pool starts as NaN."""
+        lengths = [len(s) for s in self.sequences]
+        pages = [-(-n // TOKENS_PER_PAGE) for n in lengths]
+        order = torch.randperm(sum(pages) + 2, generator=torch.Generator().manual_seed(5)).to(torch.int32)
+        table = torch.full((len(lengths), max(pages)), -1, dtype=torch.int32)
+        used = 0
+        for row, count in zip(table, pages, strict=True):
+            row[:count] = order[used : used + count]
+            used += count
+        pool = torch.full((len(order), layers, 2, kv_heads, TOKENS_PER_PAGE, head_dim), torch.nan, dtype=dtype)
+        return {
+            "token_ids": torch.tensor([[t for s in self.sequences for t in s]]),
+            "positions": torch.tensor([[p for n in lengths for p in range(n)]]),
+            "row_ids": torch.arange(sum(lengths)),
+            "kv_pool": pool,
+            "page_table": table,
+            "cu_q": torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+            "kv_lens": torch.tensor(lengths, dtype=torch.int32),
+        }
+
+
+@dataclass
+class Family:
+    """A tiny model of one family: its checkpoint, and what became of its graph."""
+
+    path: Path
+    dtype: str
+    packed: Packed
+    trace_nodes: int = 0
+    trace_ops: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=dict)
+    logits: dict[str, torch.Tensor] = field(default_factory=dict)
+    ops: dict[str, Counter[str]] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    _references: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def source(self) -> ModelSource:
+        return open_model(str(self.path))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph after all passes; fills in what was seen after each of them.
+
+        The trace itself cannot run: it holds device checks for the meta device until canonicalize.
+        """
+        graph, _ = trace_source(self.source, self.dtype)
+        self.trace_nodes, self.trace_ops = len(graph.graph.nodes), ops(graph)
+        expected = expected_matches(self.source.config)
+        self.counts = run_passes(graph, passes_for(BuildOptions()), expected, after_each=self._record)
+        return graph
+
+    @cached_property
+    def module(self) -> Module:
+        return lower(self.graph)
+
+    def reference(self, dtype: str) -> torch.Tensor:
+        """HF's logits [T, vocab], every sequence alone, eager attention, weights by HF's loader."""
+        if dtype not in self._references:
+            model = self.hf(dtype)
+            with torch.no_grad():
+                rows = [model(torch.tensor([s])).logits[0].float() for s in self.packed.sequences]
+            self._references[dtype] = torch.cat(rows)
+        return self._references[dtype]
+
+    def hf(self, dtype: str) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=getattr(torch, dtype), attn_implementation="eager"
+        ).eval()
+
+    def weights(self, graph: Graph) -> dict[str, torch.Tensor]:
+        """Every weight of the graph, made by its recipe."""
+        return read_weights(graph, lambda ref: run_recipe(ref, reader(self.source, graph)))
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        config = self.source.config
+        return self.packed.inputs(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim or config.hidden_size // config.num_attention_heads,
+            getattr(torch, self.dtype),
+        )
+
+    def _record(self, name: str, graph: Graph) -> None:
+        self.logits[name] = run_graph(graph, self.weights(graph), self.inputs())[0].float()
+        self.ops[name], self.nodes[name] = ops(graph), len(graph.graph.nodes)
+
+
+@pytest.fixture(scope="session")
+def family(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Family]:
+    """`family("llama", dtype="float32", lengths=(13, 7), **config)`: traced and fused once a session."""
+    made: dict[str, Family] = {}
+
+    def get(
+        model_type: str, *, dtype: str = "float32", lengths: tuple[int, ...] = (13, 7), **config: Any
+    ) -> Family:
+        key = repr((model_type, dtype, lengths, sorted(config.items())))
+        if key not in made:
+            path = models.make_tiny(model_type, tmp_path_factory.mktemp(model_type) / "model", **config)
+            draw = np.random.default_rng(7)
+            sequences = tuple(tuple(draw.integers(5, models.VOCAB_SIZE, n).tolist()) for n in lengths)
+            made[key] = Family(path, dtype, Packed(sequences))
+        return made[key]
+
+    return get
+
+
+def _with_meta_parameters(module: nn.Module) -> nn.Module:
+    """A copy as the compiler loads models: parameters on the meta device, buffers real."""
+    module = copy.deepcopy(module)
+    for name, value in list(module.named_parameters()):
+        setattr(module, name, nn.Parameter(value.to("meta"), requires_grad=False))
+    return module
+
+
+class SmallGraph:
+    """A compiler graph made from a module of a few lines; inputs are named as its arguments.
+
+    T is dynamic in every `[1, T, ...]` input, the length in inputs named in `rows`. The module's parameters are its weights; `run` executes it on fixed random inputs.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], rows: tuple[str, ...] = ()) -> None:
+        self.module, self.inputs = module.eval(), dict(inputs)
+        dynamic = {name: {0: Dim.DYNAMIC} if name in rows else {1: Dim.DYNAMIC} for name in inputs}
+        oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)
+        meta = _with_meta_parameters(module)
+        with oblivious, torch.no_grad():
+            examples = {name: value.to("meta") for name, value in inputs.items()}
+            program = torch.export.export(meta, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
+        tensors = dict(module.state_dict())
+
+        def info(name: str) -> TensorInfo:
+            return TensorInfo(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
+
+        self.graph = _to_graph(program, meta, 1, info)
+        canonicalize(self.graph)
+        self.graph.tidy()
+
+    def apply(self, pass_: Callable[[Graph], int]) -> int:
+        """The pass as the driver runs it: the pass, canonicalize, tidy."""
+        count = pass_(self.graph)
+        canonicalize(self.graph)
+        self.graph.tidy()
+        return count
+
+    def ops(self) -> Counter[str]:
+        return ops(self.graph)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        state = self.module.state_dict()
+
+        def read(name: str) -> np.ndarray:
+            if name.startswith(CONST_PREFIX):
+                return self.graph.constants[name.removeprefix(CONST_PREFIX)]
+            return to_numpy(state[name])
+
+        return read_weights(self.graph, lambda ref: run_recipe(ref, read))
+
+    def run(self) -> torch.Tensor:
+        """The graph's first output."""
+        args = [
+            self.weights()[n.meta["weight"]] if "weight" in n.meta else self.inputs[n.name]
+            for n in self.graph.graph.find_nodes(op="placeholder")
+        ]
+        with torch.no_grad():
+            outputs = self.graph.module(*args)
+        first: torch.Tensor = outputs[0]
+        return first
+
+    def expected(self) -> torch.Tensor:
+        """What the module itself returns (its first output)."""
+        with torch.no_grad():
+            result = self.module(**self.inputs)
+        first: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return first
+
+
+@pytest.fixture
+def small_graph() -> Callable[..., SmallGraph]:
+    """`small_graph(module, x=..., rows=("row_ids",))`: see SmallGraph."""
+
+    def make(module: nn.Module, *, rows: tuple[str, ...] = (), **inputs: torch.Tensor) -> SmallGraph:
+        return SmallGraph(module, inputs, rows)
+
+    return make

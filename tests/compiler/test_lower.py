@@ -1,0 +1,125 @@
+"""Lowering: windows and strides, ties, and everything that has no op listed at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tapeout.compiler.build import trace_source
+from tapeout.compiler.graph import aten
+from tapeout.compiler.ir import Operand
+from tapeout.compiler.lower import lower
+from tapeout.compiler.pipeline import PASSES, run_passes
+from tapeout.model_defs.meta_model import load_meta_model
+from tapeout.model_defs.source import TensorInfo
+from tapeout.plugins.errors import UnsupportedError
+from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS
+from tapeout.runtime.engine.program import STEP_INPUTS
+
+
+def test_a_layer_of_llama(family: Callable[..., Any]) -> None:
+    """Splits, heads and merges are windows: nothing is copied between the ops of a layer."""
+    module = family("llama").module
+    layer = [n.op for n in module.nodes]
+    assert layer[:2] == ["embedding", "rope_table"]
+    block = ["linear", "rope", "paged_attention", "linear", "add_rms_norm", "linear", "gated_activation", "linear"]
+    assert layer[2:] == ["rms_norm", *block, "add_rms_norm", *block, "add_rms_norm", "select_rows", "linear"]
+    qkv, rope, attention = module.nodes[3:6]
+    (merged,), (rotated,) = qkv.outputs, rope.outputs
+    assert merged.shape == ("T", 128)
+    # 4 query and 2 key heads of 16 rotate together; values are the last two heads of the product.
+    assert rope.inputs[0] == Operand(merged.name, ("T", 6, 16), (128, 16, 1))
+    assert attention.inputs == (
+        Operand(rotated.name, ("T", 4, 16), (96, 16, 1)),
+        Operand(rotated.name, ("T", 2, 16), (96, 16, 1), 64),
+        Operand(merged.name, ("T", 2, 16), (128, 16, 1), 96),
+    )
+    assert module.logits.shape == ("R", 300)
+    assert [v.name for v in module.inputs] == list(STEP_INPUTS)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "smollm3"])
+def test_every_window_lies_inside_its_value(family: Callable[..., Any], model_type: str) -> None:
+    config = {"lengths": (33, 11), "sliding_window": 8} if model_type == "gemma2" else {}
+    module = family(model_type, **config).module
+    values = module.values()
+    defined = {v.name for v in module.inputs}
+    for node in module.nodes:
+        assert node.op in OPS.keys() - TRACE_ONLY_OPS
+        for operand in node.inputs:
+            assert operand.value in defined
+            value = values[operand.value]
+            row = torch.Size(int(d) for d in value.shape[1:]).numel()
+            assert operand.shape[0] == value.shape[0]
+            assert operand.strides[0] == row or len(value.shape) == 1
+            dims = zip(operand.shape[1:], operand.strides[1:], strict=True)
+            assert operand.offset + sum((int(d) - 1) * s for d, s in dims) < max(row, 1)
+        defined |= {v.name for v in node.outputs}
+
+
+def test_layers_are_numbered_and_windows_kept(family: Callable[..., Any]) -> None:
+    module = family("gemma2", lengths=(33, 11), sliding_window=8).module
+    attrs = [n.attrs for n in module.nodes if n.op == "paged_attention"]
+    assert [(a["layer"], a["window"], a["softcap"]) for a in attrs] == [(0, 8, 50.0), (1, 0, 50.0)]
+
+
+def test_tied_embeddings_are_one_weight(family: Callable[..., Any]) -> None:
+    untied, tied = family("llama"), family("qwen2", tie_word_embeddings=True)
+    uses = Counter(w for n in tied.module.nodes for w in n.weights if w)
+    assert uses["model.embed_tokens.weight"] == 2
+    assert "lm_head.weight" not in tied.module.weights
+    assert "lm_head.weight" in untied.module.weights
+
+
+def test_equal_recipes_are_one_weight(family: Callable[..., Any]) -> None:
+    """Also where the two placeholders have different names."""
+    source = family("llama").source
+    model = load_meta_model(source, "float32", "tapeout")
+    from tapeout.compiler.trace import trace
+
+    def one_table(name: str) -> TensorInfo:
+        return source.checkpoint.tensors["model.embed_tokens.weight" if name == "lm_head.weight" else name]
+
+    graph = trace(model, one_table)
+    run_passes(graph, PASSES, {})
+    graph.weights["copy"] = graph.weights["model.embed_tokens.weight"]
+    (head,) = [n for n in graph.nodes(aten.linear.default) if n.args[1].meta.get("weight") == "model.embed_tokens.weight"]
+    copy = graph.graph.find_nodes(op="placeholder")
+    assert copy
+    assert head.args[1].meta["weight"] == "model.embed_tokens.weight"
+    module = lower(graph)
+    assert Counter(w for n in module.nodes for w in n.weights)["model.embed_tokens.weight"] == 2
+
+
+def test_all_unknown_ops_are_listed_at_once(family: Callable[..., Any]) -> None:
+    graph, _ = trace_source(family("llama").source, "float32")
+    run_passes(graph, PASSES, {})
+    products = graph.nodes(torch.ops.tapeout.gated_activation.default)
+    assert len(products) == 2
+    for product, op in zip(products, (aten.erf.default, aten.cumsum.default), strict=True):
+        args = (1,) if op is aten.cumsum.default else ()
+        users = list(product.users)
+        changed = graph.call(users[0], op, product, *args)
+        users[0].replace_input_with(product, changed)
+    graph.tidy()
+    with pytest.raises(UnsupportedError) as caught:
+        lower(graph)
+    lines = caught.value.message.splitlines()
+    assert lines[1:] == ["  aten.erf.default (node erf_default)", "  aten.cumsum.default (node cumsum_default)"]
+    assert caught.value.exit_code == 5
+    assert caught.value.hint is not None
+    assert "plugins/README.md" in caught.value.hint
+
+
+def test_rows_must_lead(family: Callable[..., Any]) -> None:
+    graph, _ = trace_source(family("llama").source, "float32")
+    run_passes(graph, PASSES, {})
+    (rows,) = graph.nodes(torch.ops.tapeout.select_rows.default)
+    turned = graph.call(rows, aten.transpose.int, rows.args[0], 1, 2)
+    rows.args = (turned, rows.args[1])
+    with pytest.raises(UnsupportedError, match="whose rows do not lead"):
+        lower(graph)

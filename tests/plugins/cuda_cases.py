@@ -1,0 +1,143 @@
+"""Operands for CUDA tactics: windows of wider rows, poisoned outputs, padded buckets, stale step arrays.
+
+Used by the interpreter on the CPU and by the check on a GPU (`device`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tapeout.plugins.case import Case, tolerance
+from tapeout.plugins.cpu import OpSignature, StepState, TensorType
+from tapeout.plugins.cuda import CudaTactic, CudaTarget
+from tapeout.plugins.example import concrete, example, example_step, torch_dtype
+from tapeout.plugins.registry import OPS
+from tapeout.plugins.triton_aot.operands import Operands
+
+GUARD, PADDING, LAYERS = 16, 3, 2
+STALE = 1 << 30
+
+
+def strided(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same values as a window of wider rows, followed by NaN rows up to `rows`."""
+    if tensor.dim() < 2:
+        fill = STALE if not tensor.is_floating_point() else torch.nan
+        return torch.cat([tensor, torch.full((rows - len(tensor),), fill, dtype=tensor.dtype, device=tensor.device)])
+    shape = (rows, tensor.shape[1] + GUARD, *tensor.shape[2:])
+    wide = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+    wide[: len(tensor), : tensor.shape[1]] = tensor
+    return wide[:, : tensor.shape[1]]
+
+
+@dataclass
+class Bound:
+    """One case ready to run: operands at `bucket` padded rows, and what to compare with."""
+
+    signature: OpSignature
+    operands: Operands
+    buffers: list[torch.Tensor]
+    expected: tuple[torch.Tensor, ...]
+    expected_pool: torch.Tensor | None
+    rows: int
+    bucket: int
+
+    def poison(self) -> None:
+        for buffer in self.buffers:
+            buffer.fill_(torch.nan)
+        self.operands.workspace.fill_(0xFF)
+
+    def problem(self) -> tuple[str | None, float]:
+        """What is wrong with the outputs (None: nothing), and the largest error."""
+        largest = 0.0
+        for i, (buffer, wanted) in enumerate(zip(self.buffers, self.expected, strict=True)):
+            view = self.operands.outputs[i][: len(wanted)]
+            difference = (view.double() - wanted.double()).abs()
+            largest = max(largest, float(difference.max())) if difference.numel() else largest
+            limit = tolerance(self.signature.op, str(view.dtype).removeprefix("torch."))
+            if problem := limit.violation(view.cpu(), wanted.cpu()):
+                return problem, largest
+            outside = torch.ones(buffer.shape[:2], dtype=torch.bool, device=buffer.device)
+            outside[1 : 1 + len(wanted), : view.shape[1]] = False
+            if not bool(buffer[outside].isnan().all()):
+                return f"output {i} was written outside its rows", largest
+        if self.expected_pool is not None:
+            pool = self.operands.step["kv_pool"]
+            if not torch.allclose(pool, self.expected_pool, rtol=0, atol=0, equal_nan=True):
+                return "the cache differs from the reference's", largest
+        return None, largest
+
+
+def bind(
+    case: Case, rows: int, tactic: CudaTactic, target: CudaTarget, device: str = "cpu", seed: int = 0,
+    padding: int = PADDING,
+) -> Bound:  # fmt: skip
+    """Random operands of a case for a tactic, with the reference's results."""
+    signature = case.signature
+    made = example(signature, rows, seed=seed)
+    inputs, weights = (tuple(t.to(device) for t in group) for group in (made.inputs, made.weights))
+    counted = str(signature.outputs[0].shape[0])
+    out_rows = int(concrete(signature.outputs[0], rows, min(rows, 4))[0])
+    bucket = out_rows + padding
+    state = _state(case, device, seed)
+    step = _step_tensors(state, case, rows, out_rows if counted == "R" else min(rows, 4), rows + padding, device)
+    expected = _expected(signature, inputs, weights, state)
+    buffers, outputs = [], []
+    for kind in made.outputs:
+        shape = (bucket + 2, int(kind.shape[1]) + GUARD, *(int(d) for d in kind.shape[2:]))
+        buffers.append(torch.full(shape, torch.nan, dtype=torch_dtype(kind.dtype), device=device))
+        outputs.append(buffers[-1][1:-1, : int(kind.shape[1])])
+    pool_after = None
+    if state is not None:  # the reference wrote the cache; the tactic gets the one before
+        pool_after = state.kv_pool
+        step["kv_pool"] = _state(case, device, seed).kv_pool
+    workspace = torch.zeros(max(16, tactic.workspace_bytes(signature, bucket, target)), dtype=torch.uint8)
+    operands = Operands(
+        tuple(strided(t, len(t) + padding) for t in inputs), weights, outputs, step, workspace.to(device),
+        int(signature.attrs.get("layer", 0)),
+        {"layers": LAYERS, "max_pages": step["page_table"].shape[1]} if state is not None else {},
+    )  # fmt: skip
+    return Bound(signature, operands, buffers, expected, pool_after, out_rows, bucket)
+
+
+def _state(case: Case, device: str, seed: int) -> StepState | None:
+    if not case.sequences:
+        return None
+    k: TensorType = case.signature.inputs[1]
+    state = example_step(
+        case.sequences, kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), dtype=k.dtype, layers=LAYERS,
+        tokens_per_page=case.tokens_per_page, seed=seed,
+    )  # fmt: skip
+    moved = {n: getattr(state, n).to(device) for n in vars(state) if isinstance(getattr(state, n), torch.Tensor)}
+    return replace(state, **moved)
+
+
+def _step_tensors(
+    state: StepState | None, case: Case, rows: int, logit_rows: int, bucket: int, device: str
+) -> dict[str, torch.Tensor]:
+    sequences: Sequence[tuple[int, int]] = case.sequences or ((rows, rows),)
+    counts = [rows, len(sequences), max(q for q, _ in sequences), max(kv for _, kv in sequences), logit_rows]
+    seqs = [b for b, (q, _) in enumerate(sequences) for _ in range(q)]
+    step = {"counts": counts, "row_seqs": seqs + [STALE] * (bucket - rows)}
+    tensors = {n: torch.tensor(v, dtype=torch.int32, device=device) for n, v in step.items()}
+    if state is not None:
+        names = ("positions", "cu_q", "kv_lens", "page_table")
+        tensors |= {n: getattr(state, n).contiguous() for n in names}
+    return tensors
+
+
+def _expected(
+    signature: OpSignature, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...],
+    state: StepState | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    reference = importlib.import_module(f"tapeout.plugins.{signature.op}.reference").reference
+    arguments: list[torch.Tensor | None] = [*inputs, *weights]
+    arguments += [None] * (len(OPS[signature.op].weights) - len(weights))
+    if state is not None:
+        count = int(state.counts[1])
+        arguments += [state.kv_pool, state.page_table, state.cu_q[: count + 1], state.kv_lens[:count]]
+    result = reference(*arguments, **signature.attrs)
+    return result if isinstance(result, tuple) else (result,)
