@@ -9,10 +9,25 @@ from typing import Any, NoReturn
 
 import click
 
-from tapeout.plugins.errors import CapacityError, TapeoutError, UsageError
+from tapeout.plugins.errors import (
+    CapacityError,
+    EngineError,
+    TapeoutError,
+    UnsupportedError,
+    UsageError,
+)
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 TRACEBACK_VARIABLE = "TAPEOUT_TRACEBACK"
+
+#: What to do about an error that does not say it itself; the first class that fits.
+_HINTS: tuple[tuple[type[TapeoutError], str], ...] = (
+    (EngineError, "copy or build the engine again"),
+    (CapacityError, "lower the engine's limits or the KV cache; `build --dry-run` prints what is needed"),
+    (UnsupportedError, "README.md says which models, dtypes and targets are supported"),
+    (UsageError, "`tapeout --help` lists the commands, `tapeout COMMAND --help` their options"),
+    (TapeoutError, f"set {TRACEBACK_VARIABLE}=1 to see where it came from"),
+)
 
 
 class RootGroup(click.Group):
@@ -39,6 +54,7 @@ def exit_code(command: Callable[[], Any]) -> int:
 
             traceback.print_exc()
         known = explain(error)
+        known.hint = known.hint or next(hint for kind, hint in _HINTS if isinstance(known, kind))
         click.echo(f"error: {known.render()}", err=True)
         return known.exit_code
 
@@ -51,10 +67,7 @@ def explain(error: Exception) -> TapeoutError:
         return _click_error(error)
     # torch reports a failed allocation on a CPU as RuntimeError with this text.
     if isinstance(error, MemoryError) or "not enough memory" in str(error):
-        return CapacityError(
-            f"out of memory: {error}" if str(error) else "out of memory",
-            hint="lower the engine's limits or the KV cache; `tapeout build --dry-run` prints what is needed",
-        )
+        return CapacityError(f"out of memory: {error}" if str(error) else "out of memory")
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("tapeout"):
         return TapeoutError(
             f"the Python package {error.name!r} is not installed",

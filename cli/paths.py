@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from tapeout.plugins.errors import UsageError
@@ -12,7 +12,7 @@ def check_output(path: Path, option: str) -> None:
     """Refuse an output path that cannot be written; `option` is how the user named it.
 
     Raises:
-        UsageError: it is a directory, its directory is missing or not writable.
+        UsageError: it is a directory, its directory is missing or takes no new file.
     """
     directory = path.absolute().parent
     if path.is_dir():
@@ -25,8 +25,12 @@ def check_output(path: Path, option: str) -> None:
             f"{option}: {str(path)!r} cannot be written, the directory {str(directory)!r} does not exist",
             hint=f"mkdir -p {directory}",
         )
-    if not os.access(directory, os.W_OK | os.X_OK):
+    try:
+        # Permission bits do not tell: root passes them, and a file system may be read-only.
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
         raise UsageError(
-            f"{option}: {str(path)!r} cannot be written, no permission in {str(directory)!r}",
-            hint="choose a directory you may write to",
-        )
+            f"{option}: {str(path)!r} cannot be written: {error.strerror or error}",
+            hint=f"choose a directory you may write to, {str(directory)!r} takes no new file",
+        ) from error

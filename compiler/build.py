@@ -6,32 +6,36 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from tapeout.compiler.cuda_plan import plan_cuda
 from tapeout.compiler.describe import describe, memory_plan, texts_of
 from tapeout.compiler.engine_writer import check_output, stage_engine
 from tapeout.compiler.graph import Graph
+from tapeout.compiler.ir import Module
 from tapeout.compiler.limits import resolve_dtype, resolve_limits, resolve_target
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.parity import SKIPPED, compare
+from tapeout.compiler.parity import NO_GPU, SKIPPED, compare
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.plan import plan_program, signatures_of
 from tapeout.compiler.progress import Progress, SilentProgress, Stage
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path, write_report
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
+from tapeout.compiler.targets import cuda_target
 from tapeout.compiler.trace import INTERFACE, trace
 from tapeout.model_defs import ModelSource, TensorInfo, open_model
 from tapeout.model_defs.check_checkpoint import check_checkpoint
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
 from tapeout.model_defs.weights import CONST_PREFIX
-from tapeout.plugins.cpu import HostCpu, OpSignature
+from tapeout.plugins.cpu import HostCpu, TensorType
 from tapeout.plugins.native import compile_native, detect_host, load_native, source_digest
+from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.manifest import Limits, Manifest
 
 NATIVE_KERNELS = "native.so"
@@ -66,11 +70,14 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
         matches = run_passes(graph, passes_for(options), expected_matches(source.config), dump=options.dump)
         module = lower(graph)
         stage.update(f"{len(module.nodes)} ops")
-    with stages("tactics") as stage:
-        kernels = compile_native(host.level)
-        choices = _choose(signatures_of(module), limits, host, kernels, options, stage)
-    program = plan_program(module, limits, choices.ranges)
     target = resolve_target(options, host)
+    with stages("tactics", target) as stage:
+        if target.startswith("cuda:"):
+            chosen = _choose_cuda(source, module, limits, target)
+        else:
+            chosen = _choose_cpu(module, limits, host, options, stage)
+    choices = chosen.choices
+    program = plan_program(module, limits, choices.ranges)
     manifest = describe(source, module, options, target, dtype, limits, matches, choices.timed)
     weights = {name: graph.weights[name] for name in module.weights}
     memory = memory_plan(weights, program, manifest)
@@ -85,15 +92,18 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
             program,
             weights,
             _reader(source, graph),
-            {NATIVE_KERNELS: kernels},
+            chosen.kernels,
             texts_of(source, module),
             source_digest=source.checkpoint.digest(),
             shared=options.weights == "shared",
+            launches=chosen.launches,
             progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
         )
     with staged:  # whatever fails from here on leaves nothing behind
         verdict = SKIPPED
-        if options.verify:
+        if target.startswith("cuda:"):
+            verdict = NO_GPU
+        elif options.verify:
             with stages("parity", "Hugging Face against the engine"):
                 verdict = compare(source, staged.path, find_tensor)
         result = staged.commit(replace(manifest, parity=verdict.manifest))
@@ -121,17 +131,30 @@ def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindTensor]:
     return trace(model, find_tensor), find_tensor
 
 
-def _choose(
-    signatures: Mapping[str, OpSignature],
-    limits: Limits,
-    host: HostCpu,
-    kernels: bytes,
-    options: BuildOptions,
-    stage: Stage,
-) -> Choices:
+@dataclass(frozen=True)
+class _Chosen:
+    """Tactics with the kernels they need; launches for CUDA."""
+
+    choices: Choices
+    kernels: Mapping[str, bytes]
+    launches: LaunchTable | None = None
+
+
+def _choose_cuda(source: ModelSource, module: Module, limits: Limits, target: str) -> _Chosen:
+    """Default tactics and their cubins: nothing is timed yet, which the manifest says."""
+    gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
+    dtype = module.values()[module.logits.value].dtype
+    known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
+    plan = plan_cuda(signatures_of(module), TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
+    return _Chosen(Choices(plan.ranges, (), timed=False), plan.cubins, plan.table)
+
+
+def _choose_cpu(module: Module, limits: Limits, host: HostCpu, options: BuildOptions, stage: Stage) -> _Chosen:
     """Tactics from the timing cache, timed where it has no answer, or untimed in a dry run."""
+    signatures = signatures_of(module)
+    kernels = compile_native(host.level)
     if options.dry_run:
-        return choose_untimed(signatures, limits, host, options.batch_invariant)
+        return _Chosen(choose_untimed(signatures, limits, host, options.batch_invariant), {NATIVE_KERNELS: kernels})
     cache = TimingCache.load(options.timing_cache)
     machine = Machine(
         cpu=cpu_name(),
@@ -157,7 +180,7 @@ def _choose(
     )
     cache.save()
     stage.update(f"{len(signatures)} signatures, {cache.hits} timings from the cache, {cache.misses} new")
-    return choices
+    return _Chosen(choices, {NATIVE_KERNELS: kernels})
 
 
 def cpu_name() -> str:

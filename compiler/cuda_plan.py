@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tapeout.compiler.plan import max_rows
-from tapeout.plugins.cpu import OpSignature
+from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, LaunchSpec
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
-from tapeout.plugins.sample.cuda import step_launches
+from tapeout.plugins.sample.cuda import fill_launch, sample_launches, sample_workspace_bytes
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
 from tapeout.runtime.engine.launches import Grid, Kernel, KernelArg, Launch, LaunchTable, RangeLaunches
 from tapeout.runtime.engine.manifest import Limits
@@ -44,36 +44,60 @@ def buckets(most: int) -> tuple[int, ...]:
 
 
 def plan_cuda(
-    signatures: Mapping[str, OpSignature], limits: Limits, target: CudaTarget, vocab_size: int, logits_dtype: str
+    signatures: Mapping[str, OpSignature],
+    logits: TensorType,
+    valid_vocab_size: int,
+    limits: Limits,
+    target: CudaTarget,
 ) -> CudaPlan:
     """Choose default tactics, compile every kernel they use, and write down the launches.
+
+    Args:
+        logits: type of the logits, [R, V].
+        valid_vocab_size: ids the tokenizer knows; larger ones are never sampled.
 
     Raises:
         UnsupportedError: ops that no tactic can run on the target, all of them listed.
     """
     chosen = _choose(signatures, limits, target)
-    step = step_launches(vocab_size, logits_dtype, limits.max_batch_size)
-    specs = [l.kernel for row in chosen.values() for c in row for l in c.launches] + [l.kernel for l in step.values()]
-    kernels = _Kernels(compile_all(specs, target.sm))
-    ranges, launches = {}, {}
-    for key, row in chosen.items():
-        merged = _merge(row)
-        ranges[key] = tuple(TacticRange(c.rows, c.tactic.name) for c in merged)
-        launches[key] = tuple(
-            RangeLaunches(c.rows, c.workspace_bytes, tuple(kernels.launch(l) for l in c.launches)) for c in merged
+    fill = (fill_launch(),)
+    sample = {
+        rows: (sample_launches(logits, rows, valid_vocab_size), sample_workspace_bytes(logits, rows))
+        for rows in buckets(limits.max_batch_size)
+    }
+    specs = [
+        launch.kernel
+        for launches in (
+            fill,
+            *(launches for launches, _ in sample.values()),
+            *(c.launches for row in chosen.values() for c in row),
         )
-    roles = {role: kernels.launch(l) for role, l in step.items()}
-    tokens, logits = buckets(limits.max_num_tokens), buckets(limits.max_batch_size)
+        for launch in launches
+    ]
+    kernels = _Kernels(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
+    merged = {key: _merge(row) for key, row in chosen.items()}
+    ranges = {
+        key: tuple(RangeLaunches(c.rows, c.workspace_bytes, kernels.launches(c.launches)) for c in row)
+        for key, row in merged.items()
+    }
+    sampling = tuple(RangeLaunches(rows, size, kernels.launches(l)) for rows, (l, size) in sample.items())
+    everything = [*(r for row in ranges.values() for r in row), *sampling]
     table = LaunchTable(
         kernels=tuple(kernels.table),
-        ranges=launches,
-        row_buckets=tokens,
-        logit_buckets=logits,
-        workspace_bytes=max((c.workspace_bytes for row in chosen.values() for c in row), default=0),
-        scratch_bytes=kernels.scratch_bytes(launches),
-        step=roles,
+        ranges=ranges,
+        row_buckets=buckets(limits.max_num_tokens),
+        logit_buckets=buckets(limits.max_batch_size),
+        workspace_bytes=_aligned(max(r.workspace_bytes for r in everything)),
+        scratch_bytes=max(kernels.scratch_bytes(r) for r in everything),
+        fill=kernels.launches(fill),
+        sample=sampling,
     )
-    return CudaPlan(ranges, table, kernels.cubins)
+    tactics = {key: tuple(TacticRange(c.rows, c.tactic.name) for c in row) for key, row in merged.items()}
+    return CudaPlan(tactics, table, kernels.cubins)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // 256) * 256
 
 
 def _choose(
@@ -106,7 +130,8 @@ def _default_tactic(
             usable.append(tactic)
         else:
             reasons[tactic.name] = reason
-    best = min(usable, key=lambda t: t.expected_us(signature, rows, target), default=None)
+    suited = [t for t in usable if not t.max_rows or rows <= t.max_rows]
+    best = min(suited or usable, key=lambda t: t.expected_us(signature, rows, target), default=None)
     return best, reasons
 
 
@@ -123,39 +148,34 @@ def _merge(row: tuple[_Chosen, ...]) -> list[_Chosen]:
 class _Kernels:
     """Numbers compiled kernels and names their cubins by content."""
 
-    def __init__(self, compiled: Mapping[Any, CompiledKernel]) -> None:
+    def __init__(self, compiled: Mapping[str, CompiledKernel]) -> None:
         self._compiled = compiled
-        self._index: dict[Any, int] = {}
+        self._index: dict[str, int] = {}
         self.table: list[Kernel] = []
         self.cubins: dict[str, bytes] = {}
 
-    def launch(self, spec: LaunchSpec) -> Launch:
+    def launches(self, specs: tuple[LaunchSpec, ...]) -> tuple[Launch, ...]:
+        return tuple(self._launch(spec) for spec in specs)
+
+    def _launch(self, spec: LaunchSpec) -> Launch:
         grid = tuple(Grid(d.per_block, d.times) for d in spec.grid)
         args = tuple(KernelArg(a.kind, a.index, a.name, a.value) for a in spec.args)
-        return Launch(self._number(spec), grid, args)
+        return Launch(self._number(spec.kernel.key()), grid, args)
 
-    def _number(self, spec: LaunchSpec) -> int:
-        key = spec.kernel.key()
+    def _number(self, key: str) -> int:
         if key not in self._index:
             kernel = self._compiled[key]
             blob = f"{hashlib.sha256(kernel.cubin).hexdigest()[:24]}.cubin"
             self.cubins[blob] = kernel.cubin
             self._index[key] = len(self.table)
             self.table.append(
-                Kernel(
-                    blob, kernel.symbol, kernel.threads, kernel.shared_bytes, kernel.scratch_bytes, kernel.scratch_pointers
-                )
+                Kernel(blob, kernel.symbol, kernel.threads, kernel.shared_bytes, kernel.scratch_bytes, kernel.num_scratch)
             )
         return self._index[key]
 
-    def scratch_bytes(self, launches: Mapping[str, tuple[RangeLaunches, ...]]) -> int:
-        """The largest scratch a launch wants: per block, times its blocks at the range's bound."""
-        most = 0
-        for row in launches.values():
-            for range_ in row:
-                for launch in range_.launches:
-                    blocks = 1
-                    for dim in launch.grid:
-                        blocks *= dim.blocks(range_.max_rows)
-                    most = max(most, blocks * self.table[launch.kernel].scratch_bytes)
-        return most
+    def scratch_bytes(self, range_: RangeLaunches) -> int:
+        """The largest scratch a launch of the range wants: per block, times its blocks."""
+        return max(
+            math.prod(d.blocks(range_.max_rows) for d in launch.grid) * self.table[launch.kernel].scratch_bytes
+            for launch in range_.launches
+        )

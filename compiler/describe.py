@@ -15,6 +15,7 @@ from tapeout.compiler.report import MemoryPlan
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.native import source_digest
+from tapeout.plugins.triton_aot.digest import triton_version
 from tapeout.runtime.engine.manifest import (
     FORMAT_VERSION,
     KvCacheLayout,
@@ -113,4 +114,9 @@ def _config_digest(source: ModelSource) -> str:
 def _versions(target: str) -> dict[str, str]:
     """Everything whose version decides what the engine holds."""
     packages = {name: version(name) for name in ("tapeout", "torch", "transformers")}
-    return {**packages, "ir": str(IR_VERSION), "kernels": source_digest(target.removeprefix("cpu:"))}
+    kernels = (
+        {"triton": triton_version()}
+        if target.startswith("cuda:")
+        else {"kernels": source_digest(target.removeprefix("cpu:"))}
+    )
+    return {**packages, "ir": str(IR_VERSION), **kernels}

@@ -16,8 +16,8 @@ CPU_DTYPES = ("float32", "bfloat16")
 
 
 def resolve_target(options: BuildOptions, host: HostCpu) -> str:
-    """`auto` and `cpu` are this machine's CPU level (other targets are refused by the options)."""
-    return f"cpu:{host.level}"
+    """`auto` and `cpu` are this machine's CPU level."""
+    return options.target if options.target.startswith("cuda:") else f"cpu:{host.level}"
 
 
 def resolve_dtype(options: BuildOptions, config: Any) -> str:

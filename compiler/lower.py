@@ -79,6 +79,15 @@ class _Lowering:
         ]
         return made if isinstance(out, (tuple, list)) else made[0]
 
+    def meta(self, argument: Any) -> Any:
+        """A meta tensor for a result or a weight's name; other arguments as they are."""
+        if isinstance(argument, _Tensor):
+            return argument.meta
+        if isinstance(argument, str) and argument in self.weights:
+            weight = self.weights[argument]
+            return torch.empty(weight.shape, dtype=getattr(torch, weight.dtype), device="meta")
+        return argument
+
     def operand(self, tensor: _Tensor) -> Operand:
         meta = _without_batch(tensor.meta)
         shape = _symbolic(meta.shape)
@@ -134,8 +143,17 @@ def _placeholder(state: _Lowering, node: fx.Node, first_of: dict[Any, str]) -> N
 
 
 def _call(state: _Lowering, node: fx.Node) -> None:
-    if any(isinstance(a, fx.Node) and a not in state.env for a in node.all_input_nodes):
+    if any(a not in state.env for a in node.all_input_nodes):
         return  # follows from an op that is listed already
+    try:
+        _lower_call(state, node)
+    except Exception:
+        if not state.unsupported:
+            raise
+        # What comes after an op that is listed already may fail for that reason alone.
+
+
+def _lower_call(state: _Lowering, node: fx.Node) -> None:
     target = node.target
     if target is operator.getitem or target is aten.sym_size.int:
         source, index = (state.env[a] if isinstance(a, fx.Node) else a for a in node.args)
@@ -146,6 +164,10 @@ def _call(state: _Lowering, node: fx.Node) -> None:
         state.env[node] = emitted
     else:
         state.unsupported.append(f"{target} (node {node.name})")
+        # A stand-in for the result, so that unknown ops further down are listed in the same error.
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: state.meta(state.env[n]))
+        assert callable(target)
+        state.env[node] = state.emit("unknown", [], [], {}, target(*args, **kwargs))
 
 
 def _view(state: _Lowering, node: fx.Node) -> Any:
@@ -208,15 +230,7 @@ def _emit_custom(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
     weights = ["" if w is None else w for w in rest[: len(schema.weights)]]
     attrs = dict(zip(schema.attrs, rest[len(schema.weights) + len(schema.step_inputs) :], strict=True))
 
-    def meta(argument: Any) -> Any:
-        if isinstance(argument, _Tensor):
-            return argument.meta
-        if isinstance(argument, str) and argument in state.weights:
-            weight = state.weights[argument]
-            return torch.empty(weight.shape, dtype=getattr(torch, weight.dtype), device="meta")
-        return argument
-
-    metas = [meta(a) for a in args]
+    metas = [state.meta(a) for a in args]
     steps = slice(count + len(schema.weights), count + len(schema.weights) + len(schema.step_inputs))
     metas[steps] = [
         torch.empty([int(s) for s in v.shape], dtype=v.dtype, device="meta") for v in metas[steps]

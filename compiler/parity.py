@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,13 +20,10 @@ from tapeout.compiler.graph import from_numpy
 from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.model_defs.source import ModelSource, TensorInfo
 from tapeout.plugins.errors import TapeoutError
-from tapeout.runtime.engine.manifest import ModelFacts
+from tapeout.runtime.engine.manifest import Limits, ModelFacts
 from tapeout.runtime.engine.reader import Engine, open_engine
 from tapeout.runtime.executors import load_executor
 from tapeout.runtime.step import StepInputs
-
-if TYPE_CHECKING:
-    from tapeout.runtime.executors.cpu import CpuExecutor
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is Rome. The capital of Germany",
@@ -49,7 +46,17 @@ class Parity:
     figures: dict[str, Any]
 
 
+class _Forward(Protocol):
+    """What the comparison needs of an executor, whatever its target."""
+
+    limits: Limits
+
+    def forward(self, inputs: StepInputs) -> np.ndarray:
+        """Run one step at once; logits [R, vocab] float32."""
+
+
 SKIPPED = Parity({"verdict": "skipped", "reason": "--no-verify"}, {})
+NO_GPU = Parity({"verdict": "skipped", "reason": "the build does not run cuda engines yet"}, {})
 
 
 def compare(source: ModelSource, engine_path: Path, tensor: Callable[[str], TensorInfo]) -> Parity:
@@ -110,7 +117,7 @@ def _engine_logits(engine: Engine, tokens: np.ndarray, prompt: int) -> np.ndarra
     return np.concatenate(groups)
 
 
-def _run_group(executor: CpuExecutor, tokens: np.ndarray, pages: int, prompt: int) -> np.ndarray:
+def _run_group(executor: _Forward, tokens: np.ndarray, pages: int, prompt: int) -> np.ndarray:
     batch, total = tokens.shape
     table = np.arange(batch * pages, dtype=np.int32)[::-1].reshape(batch, pages).copy()  # not the identity
     rows = []
@@ -123,7 +130,7 @@ def _run_group(executor: CpuExecutor, tokens: np.ndarray, pages: int, prompt: in
     return np.stack(rows, axis=1)
 
 
-def _forward(executor: CpuExecutor, tokens: np.ndarray, start: int, table: np.ndarray) -> np.ndarray:
+def _forward(executor: _Forward, tokens: np.ndarray, start: int, table: np.ndarray) -> np.ndarray:
     """One step in which every sequence advances by the same tokens; logits of their last rows."""
     batch, count = tokens.shape
     slots = np.arange(batch, dtype=np.int32)

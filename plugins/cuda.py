@@ -67,12 +67,14 @@ class KernelSpec:
     num_stages: int = 3
     #: pointer arguments that are 16-byte aligned and integers divisible by 16 (by name)
     divisible_by_16: tuple[str, ...] = ()
+    #: False: every product and sum is rounded by itself, as in numpy
+    fp_fusion: bool = True
 
     def key(self) -> str:
         """Identity of the cubin for one compiler and SM."""
         constants = sorted((k, repr(v)) for k, v in self.constants.items())
         parts = (self.module, self.function, self.signature, constants, self.num_warps, self.num_stages)
-        return repr((*parts, self.divisible_by_16))
+        return repr((*parts, self.divisible_by_16, self.fp_fusion))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Arg:
     `input_stride`, `output_stride` (i32, elements between steps of dimension `value` of operand
     `index`; operands may be windows of wider rows), `i32`, `i64`, `f32` (`value`), `attr` (i32,
     the record's attribute `name`: what differs between layers, such as `layer`), `layers` (i32,
-    layers in the pool), `layer` (i32, the record's attribute of that name), `max_pages` (i32, width of the page table). Strides are multiples of 16
+    layers in the pool), `max_pages` (i32, width of the page table). Strides are multiples of 16
     elements and pointers 16-byte aligned; the planner asserts it.
     """
 

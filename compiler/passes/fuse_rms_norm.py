@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
@@ -41,6 +43,7 @@ def _model_dtype(graph: Graph) -> torch.dtype:
     return dtype(output.args[0][0])
 
 
+@cache
 def _patterns(model_dtype: torch.dtype) -> list[tuple[Pattern, float, bool]]:
     """The spellings at this dtype; rank is no part of them, so query and key norms match too."""
     x, weight = example((1, 5, 8), model_dtype), example((8,), model_dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
 from tapeout.compiler.graph import Graph, aten, dtype, shape
-from tapeout.compiler.match import Match, example, find, make_pattern
+from tapeout.compiler.match import Match, Pattern, example, find, make_pattern
 from tapeout.plugins.rope.decomposition import rotate_half
 from tapeout.plugins.rope_table import decomposition as table
 
@@ -19,11 +21,8 @@ def fuse_rope(graph: Graph) -> int:
     tables: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     count = 0
     for model_dtype in {dtype(n) for n in graph.nodes(torch.ops.tapeout.attention.default)}:
-        x = example((1, 3, 5, 2 * _HALF), model_dtype)
-        cos, sin = (example((1, 1, 5, 2 * _HALF), model_dtype) for _ in range(2))
-        pattern = make_pattern(rotate_half, (x, cos, sin), {"half": _HALF})
         sources = _find_tables(graph, model_dtype)
-        for match in find(graph.graph, pattern):
+        for match in find(graph.graph, _rotation_pattern(model_dtype)):
             count += _rotate(graph, match, sources, tables)
     return count
 
@@ -59,13 +58,29 @@ def _rotate(
 
 def _find_tables(graph: Graph, model_dtype: torch.dtype) -> dict[fx.Node, Match]:
     """Nodes that are the cosines or sines of positions times inverse frequencies."""
-    examples = (example((1, 5), torch.int64), example((8,), torch.float32))
     found = {}
-    for function in (table.cos, table.sin):
-        pattern = make_pattern(function, examples, {"scaling": _SCALING}, dtype=model_dtype)
+    for pattern in _table_patterns(model_dtype):
         for match in find(graph.graph, pattern):
             found[match.outputs[0]] = match
     return found
+
+
+@cache
+def _rotation_pattern(model_dtype: torch.dtype) -> Pattern:
+    x = example((1, 3, 5, 2 * _HALF), model_dtype)
+    cos, sin = (example((1, 1, 5, 2 * _HALF), model_dtype) for _ in range(2))
+    return make_pattern(rotate_half, (x, cos, sin), {"half": _HALF})
+
+
+@cache
+def _table_patterns(model_dtype: torch.dtype) -> tuple[Pattern, Pattern]:
+    """Cosines and sines."""
+    examples = (example((1, 5), torch.int64), example((8,), torch.float32))
+    cos, sin = (
+        make_pattern(function, examples, {"scaling": _SCALING}, dtype=model_dtype)
+        for function in (table.cos, table.sin)
+    )
+    return cos, sin
 
 
 def _before_unsqueeze(node: fx.Node) -> fx.Node:

@@ -13,7 +13,7 @@ from tapeout.compiler.plan import max_rows
 from tapeout.compiler.report import TacticTiming
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
-from tapeout.compiler.tactics.timing import Outcome, measure, reference_outputs
+from tapeout.compiler.tactics.timing import Outcome, failure, measure, reference_outputs
 from tapeout.plugins.cpu import CpuTactic, HostCpu, OpSignature
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.registry import cpu_tactics
@@ -134,16 +134,24 @@ class _Timer:
         expected = reference_outputs(self.signature, case)
         outcomes: dict[str, Outcome] = {}
         best_us = math.inf
-        for tactic in reversed(self.candidates):  # the library baseline comes first in the list, and loses fastest
-            if tactic.name not in self.prepared:
-                self.prepared[tactic.name] = [tactic.prepare(w, self.signature.attrs) for w in self.weights]
-            outcome = measure(
-                tactic, self.signature, case, expected, self.prepared[tactic.name], self.kernels, best_us
-            )
+        # The library baseline stands first in the list and is mostly slowest: measured last, it loses fast.
+        for tactic in reversed(self.candidates):
+            try:
+                prepared = self._prepared(tactic)
+            except Exception as error:  # a lost candidate, not a lost build
+                outcomes[tactic.name] = failure(error)
+                continue
+            outcome = measure(tactic, self.signature, case, expected, prepared, self.kernels, best_us)
             if outcome.median_us is not None:
                 best_us = min(best_us, outcome.median_us)
             outcomes[tactic.name] = outcome
         return outcomes
+
+    def _prepared(self, tactic: CpuTactic) -> list[Any]:
+        assert self.weights is not None
+        if tactic.name not in self.prepared:
+            self.prepared[tactic.name] = [tactic.prepare(w, self.signature.attrs) for w in self.weights]
+        return self.prepared[tactic.name]
 
 
 def _winners(key: str, outcomes: Mapping[int, Mapping[str, Outcome]], one_for_all: bool) -> dict[int, str]:

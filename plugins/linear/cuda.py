@@ -24,6 +24,9 @@ from tapeout.plugins.triton_aot.tactic import (
 
 _REDUCE_BLOCK = 1024
 _MAX_FLOAT32_K = 32
+_BARRIER_BYTES = 2048
+#: Rough rates of a large device and one of its multiprocessors, for expected_us alone.
+_BYTES_PER_US, _FLOAT32_FLOP_PER_US, _LAUNCH_US = 3.0e6, 0.2e6, 1.5
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Tile:
 
 class _Linear(TritonTactic):
     op = "linear"
-    kernel: str
+    #: Of one multiprocessor, only to rank tactics that were not timed.
+    flop_per_us: float = 2.0e6
 
     def __init__(self, family: str, tile: Tile) -> None:
         super().__init__()
@@ -61,6 +65,34 @@ class _Linear(TritonTactic):
         if len(signature.inputs[0].shape) != 2:
             return f"x has shape {list(signature.inputs[0].shape)}, expected [T, K]"
         return None
+
+    def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
+        """The larger of streaming the weight and computing the waves of tiles, and a launch."""
+        tile, (n, k) = self.tile, (int(d) for d in signature.weights[0].shape)
+        wide = signature.inputs[0].dtype == "float32"
+        tiles = ceil_div(rows, self._block_rows(rows)) * ceil_div(n, tile.n)
+        blocks = tiles * tile.splits
+        busy = min(1.0, blocks / (2 * target.sm_count))  # few blocks cannot draw the whole bandwidth
+        passes = ceil_div(rows, self._block_rows(rows)) if tile.t == 1 else 1
+        stream_us = passes * n * k * (4 if wide else 2) / (_BYTES_PER_US * busy)
+        rate = _FLOAT32_FLOP_PER_US if wide or tile.t == 1 else self.flop_per_us
+        rate *= tile.t * tile.n / (tile.t * tile.n + 4096)  # large tiles reuse more of what they load
+        depth = ceil_div(k, tile.splits)
+        compute_us = ceil_div(blocks, target.sm_count) * 2.0 * self._block_rows(rows) * tile.n * depth / rate
+        padded = 1.0 if rows > 1 or tile.t == 1 else 1.05
+        return padded * max(stream_us, compute_us) + _LAUNCH_US * (2 if tile.splits > 1 else 1)
+
+    def _block_rows(self, rows: int) -> int:
+        """Rows of a block at a bucket of `rows`."""
+        return self.tile.t
+
+    def _too_large(self, target: CudaTarget, out_bytes: int, element_bytes: int) -> str | None:
+        """Whether the tile's stages and its way out leave the shared memory of a block."""
+        tile = self.tile
+        needed = tile.stages * (tile.t + tile.n) * tile.k * element_bytes + out_bytes + _BARRIER_BYTES
+        if needed <= target.shared_bytes_per_block:
+            return None
+        return f"needs {needed} bytes of shared memory, SM {target.sm} has {target.shared_bytes_per_block}"
 
     def _arguments(self, signature: OpSignature, with_partial: bool) -> list[Argument]:
         dtype = signature.inputs[0].dtype
@@ -100,6 +132,9 @@ class StreamingLinear(_Linear):
         super().__init__("skinny" if tile.t > 1 else "gemv", tile)
         self.max_rows = 4 * tile.t if tile.t > 1 else 4
 
+    def _block_rows(self, rows: int) -> int:
+        return min(self.tile.t, max(16, power_of_two(rows))) if self.tile.t > 1 else 1
+
     def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
         k = int(signature.inputs[0].shape[-1])
         if self.tile.splits > 1 and k < 2 * self.tile.splits * self.tile.k:
@@ -114,9 +149,9 @@ class StreamingLinear(_Linear):
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         tile, n = self.tile, int(signature.weights[0].shape[0])
         constants = {**self._constants(signature), "SPLITS": tile.splits}
-        block_t = 1
+        block_t = self._block_rows(rows)
         if tile.t > 1:
-            block_t = constants["BLOCK_T"] = min(tile.t, max(16, power_of_two(rows)))
+            constants["BLOCK_T"] = block_t
             if signature.inputs[0].dtype == "float32":  # products on the ordinary units are unrolled
                 constants["BLOCK_K"] = min(tile.k, _MAX_FLOAT32_K)
         main = launch(
@@ -152,7 +187,8 @@ class TiledLinear(_Linear):
     def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
         if signature.inputs[0].dtype != self._dtype:
             return f"the tile is meant for {self._dtype}"
-        return super().unsupported(signature, target)
+        element_bytes = 4 if self._dtype == "float32" else 2
+        return self._too_large(target, 0, element_bytes) or super().unsupported(signature, target)
 
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         tile, n = self.tile, int(signature.weights[0].shape[0])
@@ -165,6 +201,8 @@ class TiledLinear(_Linear):
 class PersistentLinear(_Linear):
     """`persistent`: one block a multiprocessor, tiles through the copy engine; SM 90 and above."""
 
+    flop_per_us = 5.0e6
+
     def __init__(self, tile: Tile) -> None:
         super().__init__("tma", tile)
 
@@ -173,7 +211,10 @@ class PersistentLinear(_Linear):
             return f"SM {target.sm} has no bulk tensor copy engine"
         if signature.inputs[0].dtype != "bfloat16":
             return "float32 products run on the ordinary units"
-        return super().unsupported(signature, target)
+        if (k := int(signature.inputs[0].shape[-1])) % 8:
+            return f"rows of {k} elements are no multiple of 16 bytes"
+        out_bytes = 2 * self.tile.t * self.tile.n // self.tile.subtiles
+        return self._too_large(target, out_bytes, 2) or super().unsupported(signature, target)
 
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         tile, n = self.tile, int(signature.weights[0].shape[0])
@@ -207,4 +248,5 @@ TACTICS: tuple[CudaTactic, ...] = (
     PersistentLinear(Tile(t=128, n=256, k=64, warps=8, stages=3)),
     PersistentLinear(Tile(t=128, n=128, k=64, warps=8, stages=4)),
     PersistentLinear(Tile(t=64, n=256, k=64, warps=4, stages=4)),
+    PersistentLinear(Tile(t=64, n=128, k=64, warps=4, stages=3)),  # what SM 120 has room for
 )

@@ -87,7 +87,19 @@ def skinny(
         total = tl.dot(block, values, total, input_precision="ieee")
     inside = (columns < N)[:, None] & (rows < T)[None, :]
     finish(
-        total, columns[:, None], rows[None, :], bias, out, partial, split, out_row, T, N, SPLITS, HAS_BIAS, inside
+        total,
+        columns[:, None],
+        rows[None, :],
+        bias,
+        out,
+        partial,
+        split,
+        out_row,
+        T,
+        N,
+        SPLITS,
+        HAS_BIAS,
+        inside,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from tapeout.plugins.cpu import OpSignature
@@ -24,10 +25,28 @@ _LOG2_E = math.log2(math.e)
 _MAX_HEAD_DIM, _MAX_HEADS_BLOCK, _MAX_SPLITS = 256, 64, 64
 
 
+@dataclass(frozen=True)
+class ContextTile:
+    """Tile of `context`: m rows of queries times heads, n tokens at a time."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.m}x{self.n}_w{self.warps}s{self.stages}"
+
+
 class _PagedAttention(TritonTactic):
-    """What all tactics share: the checks, the arguments, the cache write."""
+    """What all tactics share: the checks, the arguments, the cache write, the context kernel."""
 
     op = "paged_attention"
+
+    def __init__(self, tile: ContextTile) -> None:
+        super().__init__()
+        self._tile = tile
 
     def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
         q, k = signature.inputs[:2]
@@ -38,6 +57,13 @@ class _PagedAttention(TritonTactic):
             return f"head_dim {dim} is above {_MAX_HEAD_DIM}"
         if heads % kv_heads or heads // kv_heads > 128:
             return f"{heads} query heads do not fit {kv_heads} kv heads, or more than 128 share one"
+        tile = self._context_tile(signature)
+        element_bytes = 4 if q.dtype == "float32" else 2
+        needed = (2 * tile.stages * tile.n + tile.m) * power_of_two(dim) * element_bytes
+        if not self.decode_only and needed > target.shared_bytes_per_block:
+            return (
+                f"needs {needed} bytes of shared memory, SM {target.sm} has {target.shared_bytes_per_block}"
+            )
         if target.kv_dtype not in ("", "float32", "bfloat16"):
             return f"no CUDA kernel for a cache of {target.kv_dtype}"
         return super().unsupported(signature, target)
@@ -69,7 +95,8 @@ class _PagedAttention(TritonTactic):
             Argument("scale", "fp32", Arg("f32", value=scale / softcap if softcap > 0 else scale * _LOG2_E)),
             Argument("softcap", "fp32", Arg("f32", value=softcap * _LOG2_E)),
             Argument("window", "i32", Arg("i32", value=int(attrs["window"]))),
-            *(Argument(n, "i32", Arg(n)) for n in ("layers", "layer", "max_pages")),
+            *(Argument(n, "i32", Arg(n)) for n in ("layers", "max_pages")),
+            Argument("layer", "i32", Arg("attr", name="layer")),
         ]  # fmt: skip
         return {a.name: a for a in arguments}
 
@@ -89,16 +116,14 @@ class _PagedAttention(TritonTactic):
             warps,
         )
 
-    def _context(
-        self, signature: OpSignature, target: CudaTarget, block_m: int, block_n: int, skip_decode: bool,
-        warps: int, stages: int,
-    ) -> LaunchSpec:  # fmt: skip
+    def _context(self, signature: OpSignature, target: CudaTarget, skip_decode: bool) -> LaunchSpec:
         sizes = self._sizes(signature, target)
+        tile = self._context_tile(signature)
         group = sizes["HEADS"] // sizes["KV_HEADS"]
-        heads_block = max(h for h in range(1, min(group, _MAX_HEADS_BLOCK, block_m) + 1) if group % h == 0)
+        heads_block = max(h for h in range(1, min(group, _MAX_HEADS_BLOCK, tile.m) + 1) if group % h == 0)
         constants = {
-            **sizes, "HEADS_BLOCK": heads_block, "BLOCK_Q": block_m // heads_block, "BLOCK_M": block_m,
-            "BLOCK_N": block_n, "SKIP_DECODE": skip_decode,
+            **sizes, "HEADS_BLOCK": heads_block, "BLOCK_Q": tile.m // heads_block, "BLOCK_M": tile.m,
+            "BLOCK_N": tile.n, "SKIP_DECODE": skip_decode,
         }  # fmt: skip
         names = (
             "q", "out", "sinks", "counts", "cu_q", "kv_lens", "row_seqs", "page_table", "kv_pool", "q_row",
@@ -108,50 +133,57 @@ class _PagedAttention(TritonTactic):
             "paged_attention.triton:context",
             _pick(self._arguments(signature, target), names),
             constants,
-            (GridDim(block_m // heads_block), GridDim(0, sizes["HEADS"] // heads_block)),
-            warps,
-            stages,
+            (GridDim(tile.m // heads_block), GridDim(0, sizes["HEADS"] // heads_block)),
+            tile.warps,
+            tile.stages,
+            fp_fusion=False,
         )
 
-    def _context_tiles(self, signature: OpSignature) -> dict[str, int]:
-        """Tile of `context` by head_dim and dtype: what fits registers and shared memory."""
+    def _context_tile(self, signature: OpSignature) -> ContextTile:
+        """The tactic's tile, cut down to what registers hold for wide heads and float32."""
         wide = int(signature.inputs[0].shape[2]) > 128
         if signature.inputs[0].dtype == "float32":
-            return {"block_m": 32, "block_n": 32, "warps": 4 if not wide else 8, "stages": 1}
-        return {"block_m": 64 if wide else 128, "block_n": 32 if wide else 64, "warps": 4 if wide else 8, "stages": 2}
+            return ContextTile(32, 32, 8 if wide else 4, 1)
+        return ContextTile(64, 32, 4, 2) if wide else self._tile
 
 
 class Tiled(_PagedAttention):
     """Every row through `context`: its result depends on nothing but its sequence."""
 
-    name = "triton_tiled"
+    def __init__(self, tile: ContextTile) -> None:
+        super().__init__(tile)
+        self.name = f"triton_tiled_{tile.label}"
+
+    def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
+        return 2.0  # only where batch invariance asks for it
 
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
-        tiles = self._context_tiles(signature)
-        return (
-            self._write(signature, target),
-            self._context(signature, target, skip_decode=False, **tiles),
-        )
+        return self._write(signature, target), self._context(signature, target, skip_decode=False)
 
 
 class Split(_PagedAttention):
     """Sequences of one row split over blocks along their cache, all others through `context`.
 
-    The number of splits follows the bucket, so that few rows still fill the device.
+    Without a context tile it is for decode-only buckets. The number of splits follows the bucket, so that few rows still fill the device.
     """
 
     batch_invariant = False
 
-    def __init__(self, decode_only: bool, block_n: int = 64, warps: int = 4, stages: int = 3) -> None:
-        super().__init__()
-        self.decode_only = decode_only
+    def __init__(self, tile: ContextTile | None, block_n: int = 64, warps: int = 4, stages: int = 3) -> None:
+        super().__init__(tile or _SAFE_TILE)
+        self.decode_only = tile is None
         self._block_n, self._warps, self._stages = block_n, warps, stages
-        self.name = f"triton_{'decode' if decode_only else 'split'}_{block_n}_w{warps}s{stages}"
+        decode = f"{block_n}_w{warps}s{stages}"
+        self.name = f"triton_split_{decode}_context_{tile.label}" if tile else f"triton_decode_{decode}"
 
     def _splits(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
         """A power of two that gives each multiprocessor about four blocks."""
         blocks = rows * int(signature.inputs[1].shape[1])
         return min(_MAX_SPLITS, power_of_two(max(1, 4 * target.sm_count // blocks)))
+
+    def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
+        # A planner that cannot tell decode-only buckets apart must never prefer such a tactic.
+        return 1e9 if self.decode_only else 1.0
 
     def workspace_bytes(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
         splits = self._splits(signature, rows, target)
@@ -166,8 +198,7 @@ class Split(_PagedAttention):
         if splits > 1:
             launches.append(self._combine(signature, rows, splits, target))
         if not self.decode_only:
-            tiles = self._context_tiles(signature)
-            launches.append(self._context(signature, target, skip_decode=True, **tiles))
+            launches.append(self._context(signature, target, skip_decode=True))
         return tuple(launches)
 
     def _with_partials(
@@ -176,7 +207,10 @@ class Split(_PagedAttention):
         heads, dim = (int(d) for d in signature.inputs[0].shape[1:])
         arguments = self._arguments(signature, target)
         if splits > 1:
-            partials = [workspace("partial"), workspace("partial_ml", offset_bytes=4 * rows * heads * splits * dim)]
+            partials = [
+                workspace("partial"),
+                workspace("partial_ml", offset_bytes=4 * rows * heads * splits * dim),
+            ]
         else:  # never touched
             partials = [Argument(n, "*fp32", Arg("output", 0)) for n in ("partial", "partial_ml")]
         return {**arguments, **{a.name: a for a in partials}}
@@ -185,7 +219,12 @@ class Split(_PagedAttention):
         sizes = self._sizes(signature, target)
         group = sizes["HEADS"] // sizes["KV_HEADS"]
         block_n = self._block_n if signature.inputs[0].dtype == "bfloat16" else self._block_n // 2
-        constants = {**sizes, "GROUP_BLOCK": max(16, power_of_two(group)), "BLOCK_N": block_n, "SPLITS": splits}
+        constants = {
+            **sizes,
+            "GROUP_BLOCK": max(16, power_of_two(group)),
+            "BLOCK_N": block_n,
+            "SPLITS": splits,
+        }
         names = (
             "q", "out", "sinks", "partial", "partial_ml", "counts", "cu_q", "kv_lens", "row_seqs", "page_table",
             "kv_pool", "q_row", "q_group", "out_row", "out_group", "scale", "softcap", "window", "layers",
@@ -223,9 +262,16 @@ def _pick(arguments: dict[str, Argument], names: tuple[str, ...]) -> list[Argume
     return [arguments[name] for name in names]
 
 
+_SAFE_TILE = ContextTile(64, 64, 4, 2)
+
 TACTICS: tuple[CudaTactic, ...] = (
-    Tiled(),
-    Split(decode_only=False),
-    Split(decode_only=True),
-    Split(decode_only=True, block_n=128, warps=4, stages=2),
+    Tiled(_SAFE_TILE),
+    Split(_SAFE_TILE),
+    Split(ContextTile(128, 64, 8, 2)),
+    Split(ContextTile(128, 64, 8, 3)),
+    Split(ContextTile(128, 128, 8, 2)),
+    Split(ContextTile(64, 64, 4, 3)),
+    Split(None),
+    Split(None, block_n=32, stages=4),
+    Split(None, block_n=128, stages=2),
 )

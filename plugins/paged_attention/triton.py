@@ -53,39 +53,38 @@ def cached(
 
 @triton.jit
 def attend(
-    q, m, l, acc, keys, values, visible, scale, softcap, SOFTCAP: tl.constexpr,
+    q, m, total, acc, keys, values, visible, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: q [M, D], keys and values [N, D], visible [M, N].
+    """One step of the online softmax: q [M, D], keys and values [N, D], visible [M, N] where MASKED.
 
     scale holds log2(e); with SOFTCAP, scale is over softcap and softcap holds log2(e).
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if SOFTCAP:
         scores = softcap * tanh(scores)
-    scores = tl.where(visible, scores, float("-inf"))
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(m, tl.max(scores, axis=1))
     safe = tl.where(highest == float("-inf"), 0.0, highest)  # nothing visible yet
     p = tl.exp2(scores - safe[:, None])
     keep = tl.exp2(m - safe)
-    l = l * keep + tl.sum(p, axis=1)
+    total = total * keep + tl.sum(p, axis=1)
     acc = tl.dot(p.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
-    return highest, l, acc
+    return highest, total, acc
 
 
 @triton.jit
-def add_sinks(m, l, sinks, heads, inside):
+def add_sinks(m, total, sinks, heads, inside):
     """The softmax's maximum and sum with one more logit per head; also the factor on acc."""
     sink = tl.load(sinks + heads, mask=inside, other=float("-inf")).to(tl.float32) * LOG2_E
     highest = tl.maximum(m, sink)
     safe = tl.where(highest == float("-inf"), 0.0, highest)
     keep = tl.exp2(m - safe)
-    return l * keep + tl.exp2(sink - safe), keep
+    return total * keep + tl.exp2(sink - safe), keep
 
 
 @triton.jit
-def split_bounds(
-    kv_len, split, window, SPLITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def split_bounds(kv_len, split, window, SPLITS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """[begin, end) of the tokens a split of a decode row reads; begin >= end: none.
 
     Bounds depend on the row's length alone, never on the batch.
@@ -129,7 +128,7 @@ def decode(
     kind: tl.constexpr = q.dtype.element_ty
     queries = tl.load(q + row64 * q_row + heads[:, None] * q_group + d[None, :], mask=inside, other=0.0)
     m = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
-    l = tl.zeros((GROUP_BLOCK,), tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
     acc = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
     pages = page_table + seq * max_pages
     for start in range(begin, end, BLOCK_N):
@@ -140,18 +139,20 @@ def decode(
         visible = token < end
         if WINDOW:
             visible = visible & (token >= kv_len - window)
-        m, l, acc = attend(queries, m, l, acc, keys, values, visible[None, :], scale, softcap, SOFTCAP)
+        m, total, acc = attend(
+            queries, m, total, acc, keys, values, visible[None, :], scale, softcap, SOFTCAP, True
+        )
     if SPLITS > 1:
         at_split = (row64 * HEADS + heads) * SPLITS + split
         tl.store(partial + at_split[:, None] * DIM + d[None, :], acc, mask=inside)
         tl.store(partial_ml + at_split * 2, m, mask=local < GROUP)
-        tl.store(partial_ml + at_split * 2 + 1, l, mask=local < GROUP)
+        tl.store(partial_ml + at_split * 2 + 1, total, mask=local < GROUP)
     else:
         if SINKS:
-            l, keep = add_sinks(m, l, sinks, heads, local < GROUP)
+            total, keep = add_sinks(m, total, sinks, heads, local < GROUP)
             acc = acc * keep[:, None]
         target = out + row64 * out_row + heads[:, None] * out_group + d[None, :]
-        tl.store(target, (acc / l[:, None]).to(kind), mask=inside)
+        tl.store(target, (acc / total[:, None]).to(kind), mask=inside)
 
 
 @triton.jit
@@ -172,11 +173,13 @@ def combine(
     used = begin < end
     at = (row.to(tl.int64) * HEADS + head) * SPLITS + split
     m = tl.load(partial_ml + at * 2, mask=used, other=float("-inf"))
-    l = tl.load(partial_ml + at * 2 + 1, mask=used, other=0.0)
-    sums = tl.load(partial + at[:, None] * DIM + d[None, :], mask=used[:, None] & (d < DIM)[None, :], other=0.0)
+    split_sum = tl.load(partial_ml + at * 2 + 1, mask=used, other=0.0)
+    sums = tl.load(
+        partial + at[:, None] * DIM + d[None, :], mask=used[:, None] & (d < DIM)[None, :], other=0.0
+    )
     highest = tl.max(m, axis=0)
     weight = tl.exp2(m - highest)
-    total = tl.sum(l * weight, axis=0)
+    total = tl.sum(split_sum * weight, axis=0)
     acc = tl.sum(sums * weight[:, None], axis=0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -185,6 +188,26 @@ def combine(
         total, acc = total * keep + tl.exp2(sink - top), acc * keep
     target = out + row.to(tl.int64) * out_row + head * out_group + d
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def context_range(
+    queries, m, total, acc, low, high, position, kv_pool, pages, kv_len, scale, softcap, window, layers, layer,
+    kv_head, d, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend over the blocks of tokens in [low, high)."""
+    kind: tl.constexpr = queries.dtype
+    for start in range(low, high, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        at, there = cached(kv_pool, pages, token, kv_len, layers, layer, kv_head, d, KV_HEADS, DIM, PAGE)
+        keys = tl.load(at, mask=there, other=0.0).to(kind)
+        values = tl.load(at + KV_HEADS * PAGE * DIM, mask=there, other=0.0).to(kind)
+        visible = token[None, :] <= position[:, None]
+        if WINDOW:
+            visible = visible & (token[None, :] > position[:, None] - window)
+        m, total, acc = attend(queries, m, total, acc, keys, values, visible, scale, softcap, SOFTCAP, MASKED)
+    return m, total, acc
 
 
 @triton.jit
@@ -200,7 +223,8 @@ def context(
 
     A block whose rows belong to several sequences takes them one after the other; with
     SKIP_DECODE those of one row are left to `decode`. For a row the blocks of keys and their
-    order depend on its position alone.
+    order depend on its position alone; compiled without fusing products and sums, a block gives
+    the same bits with and without a mask.
     """
     first = tl.program_id(0) * BLOCK_Q
     T = tl.load(counts)
@@ -232,21 +256,22 @@ def context(
             if WINDOW:
                 low = tl.maximum(tl.maximum(first, start_row) + shift - window + 1, 0) // BLOCK_N * BLOCK_N
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            l = tl.zeros((BLOCK_M,), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
             pages = page_table + seq * max_pages
-            for start in range(low, high, BLOCK_N):
-                token = start + tl.arange(0, BLOCK_N)
-                at, there = cached(
-                    kv_pool, pages, token, kv_len, layers, layer, kv_head, d, KV_HEADS, DIM, PAGE
-                )
-                keys = tl.load(at, mask=there, other=0.0).to(kind)
-                values = tl.load(at + KV_HEADS * PAGE * DIM, mask=there, other=0.0).to(kind)
-                visible = token[None, :] <= position[:, None]
-                if WINDOW:
-                    visible = visible & (token[None, :] > position[:, None] - window)
-                m, l, acc = attend(queries, m, l, acc, keys, values, visible, scale, softcap, SOFTCAP)
+            middle = low
+            if not WINDOW:  # up to here every row of the block sees every token
+                middle = tl.maximum(first, start_row) + shift + 1
+                middle = middle // BLOCK_N * BLOCK_N
+            m, total, acc = context_range(
+                queries, m, total, acc, low, middle, position, kv_pool, pages, kv_len, scale, softcap, window,
+                layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, False,
+            )  # fmt: skip
+            m, total, acc = context_range(
+                queries, m, total, acc, middle, high, position, kv_pool, pages, kv_len, scale, softcap, window,
+                layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, True,
+            )  # fmt: skip
             if SINKS:
-                l, keep = add_sinks(m, l, sinks, head, mine)
+                total, keep = add_sinks(m, total, sinks, head, mine)
                 acc = acc * keep[:, None]
-            tl.store(target, (acc / l[:, None]).to(kind), mask=mine[:, None] & (d < DIM)[None, :])
+            tl.store(target, (acc / total[:, None]).to(kind), mask=mine[:, None] & (d < DIM)[None, :])

@@ -58,7 +58,9 @@ def add_rms_norm(
     kind: tl.constexpr = out.dtype.element_ty
     row64 = row.to(tl.int64)
     left = tl.load(x + row64 * x_row + group * x_group + columns, mask=inside, other=0.0)
-    right = tl.load(residual + row64 * residual_row + group * residual_group + columns, mask=inside, other=0.0)
+    right = tl.load(
+        residual + row64 * residual_row + group * residual_group + columns, mask=inside, other=0.0
+    )
     summed = (left.to(tl.float32) + right.to(tl.float32)).to(kind)
     tl.store(total + row64 * total_row + group * total_group + columns, summed, mask=inside)
     result = normalize(

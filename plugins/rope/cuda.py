@@ -49,7 +49,9 @@ class Rope(TritonTactic):
             "INTERLEAVED": bool(signature.attrs["interleaved"]),
         }  # fmt: skip
         grid = (GridDim(1), GridDim(0, ceil_div(heads, heads_block)))
-        return (launch("rope.triton:rope", arguments, constants, grid, max(1, heads_block * half_block // 128)),)
+        return (
+            launch("rope.triton:rope", arguments, constants, grid, max(1, heads_block * half_block // 128)),
+        )
 
 
 TACTICS: tuple[CudaTactic, ...] = (Rope(),)

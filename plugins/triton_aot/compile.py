@@ -95,7 +95,9 @@ def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[
     Equal specs are compiled once. Raises what `compile_kernel` raises, for the first that fails.
     """
     unique = {kernel_digest(spec): spec for spec in specs}
-    missing = {digest: spec for digest, spec in unique.items() if _read(_cache_dir() / f"{digest}-sm{sm}") is None}
+    missing = {
+        digest: spec for digest, spec in unique.items() if _read(_cache_dir() / f"{digest}-sm{sm}") is None
+    }
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     if workers > 1:
         # Spawned, not forked: the parent may hold torch's thread pool.
@@ -138,7 +140,7 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
         if name in spec.divisible_by_16
     }
     source = ASTSource(function, signature, dict(spec.constants), attrs)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
     try:
         with _private_triton_cache():
             built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)

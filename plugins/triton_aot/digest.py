@@ -54,6 +54,7 @@ def kernel_digest(spec: KernelSpec) -> str:
         spec.num_warps,
         spec.num_stages,
         tuple(sorted(spec.divisible_by_16)),
+        spec.fp_fusion,
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()
 

@@ -46,7 +46,11 @@ class Elementwise(TritonTactic):
     ) -> None:
         super().__init__(op_name)
         self._kernel, self._names = kernel, names
-        self._scalars, self._constants, self._attr_constants = scalars or {}, constants or {}, attr_constants or {}
+        self._scalars, self._constants, self._attr_constants = (
+            scalars or {},
+            constants or {},
+            attr_constants or {},
+        )
 
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         out = signature.outputs[0]

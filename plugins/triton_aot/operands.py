@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tapeout.plugins.cuda import Arg, GridDim, LaunchSpec
 from tapeout.plugins.errors import UnsupportedError
+from tapeout.plugins.op import AttrValue
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ class Operands:
     outputs: Sequence[torch.Tensor]
     step: Mapping[str, torch.Tensor]
     workspace: torch.Tensor
-    layer: int = 0
+    attrs: Mapping[str, AttrValue] = field(default_factory=dict)
     scalars: Mapping[str, int] = field(default_factory=dict)  # layers, max_pages
 
     def value(self, arg: Arg) -> torch.Tensor | int | float:
@@ -40,8 +41,8 @@ class Operands:
             return arg.value
         if arg.kind in {"layers", "max_pages"}:
             return self.scalars[arg.kind]
-        if arg.kind == "layer":
-            return self.layer
+        if arg.kind == "attr":
+            return int(self.attrs[arg.name])
         if arg.kind == "step":
             return self.step[arg.name]
         pointers = {"input": self.inputs, "weight": self.weights, "output": self.outputs}

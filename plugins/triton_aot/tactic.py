@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, KernelSpec, LaunchSpec
@@ -60,6 +59,7 @@ def launch(
     grid: Sequence[GridDim],
     num_warps: int = 4,
     num_stages: int = 3,
+    fp_fusion: bool = True,
 ) -> LaunchSpec:
     """A launch of `kernel`, "module:function" below `tapeout.plugins`."""
     module, _, function = kernel.partition(":")
@@ -71,6 +71,7 @@ def launch(
         num_warps,
         num_stages,
         tuple(a.name for a in arguments if a.source.kind in _ALIGNED_KINDS or a.source.name == "kv_pool"),
+        fp_fusion,
     )
     x, y, z = (*grid, ONE, ONE)[:3]
     return LaunchSpec(spec, (x, y, z), tuple(a.source for a in arguments))
@@ -119,7 +120,7 @@ class TritonTactic(CudaTactic):
             return f"leading dimensions {[t.shape[0] for t in activations]} are not T or R"
         if deep := [list(t.shape) for t in activations if len(t.shape) > 3]:
             return f"operands {deep} have more than three dimensions"
-        # Strides count multiples of 16 elements, so that kernels may load 16 bytes at once.
-        ragged = [list(t.shape) for t in activations if len(t.shape) > 1 and prod(map(int, t.shape[1:])) % 16]
-        ragged += [list(t.shape) for t in activations if len(t.shape) > 2 and int(t.shape[-1]) % 16]
-        return f"rows of {ragged} are no multiple of 16 elements" if ragged else None
+        # Strides are multiples of 16 elements, so that kernels may load 16 bytes at once. The planner
+        # pads rows; it cannot pad what stands inside a row.
+        ragged = [list(t.shape) for t in activations if len(t.shape) > 2 and int(t.shape[-1]) % 16]
+        return f"the last dimensions of {ragged} are no multiples of 16" if ragged else None

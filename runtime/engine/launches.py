@@ -83,8 +83,8 @@ class LaunchTable:
         logit_buckets: padded logit row counts, ascending; the last is max_batch_size.
         workspace_bytes: memory shared by all tactics, beside the arena.
         scratch_bytes: memory for the kernels' own scratch at their largest grids.
-        step: launches of the step itself by role: `fill_token_ids` before the records (over T rows),
-            `sample_greedy` after them (over R rows).
+        fill: before the records, over T rows: the ids sampled last take their places.
+        sample: after the records, over R rows; input 0 is the logits.
     """
 
     kernels: tuple[Kernel, ...]
@@ -93,7 +93,8 @@ class LaunchTable:
     logit_buckets: tuple[int, ...]
     workspace_bytes: int
     scratch_bytes: int
-    step: Mapping[str, Launch]
+    fill: tuple[Launch, ...]
+    sample: tuple[RangeLaunches, ...]
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = encode(self)

@@ -255,9 +255,7 @@ def _open_file(path: Path, kind: str) -> MappedFile:
 def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
     name, digest = manifest.weights.get("file"), manifest.weights.get("digest")
     if not isinstance(name, str) or not name or Path(name).name != name:
-        raise EngineCorruptError(
-            f"{path}: the manifest names no shared weight file: {name!r}", hint=REBUILD
-        )
+        raise EngineCorruptError(f"{path}: the manifest names no shared weight file: {name!r}", hint=REBUILD)
     shared = path.parent / name
     if not shared.is_file():
         raise EngineError(
@@ -308,9 +306,7 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
     # Before anything else: what another version calls damage is only another layout.
     version = metadata.get("format_version")
     if not isinstance(version, str) or not version.isdecimal():
-        raise EngineCorruptError(
-            f"{where}: the header is damaged: format version {version!r}", hint=REBUILD
-        )
+        raise EngineCorruptError(f"{where}: the header is damaged: format version {version!r}", hint=REBUILD)
     if version != str(FORMAT_VERSION):
         raise _other_version(where, version)
     if metadata.get("kind") != kind:

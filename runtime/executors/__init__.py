@@ -62,7 +62,7 @@ def memory_left(engine: Engine) -> int:
             raise EngineIncompatibleError(
                 f"{engine.path} was built for {engine.manifest.target}, this machine is "
                 f"cpu:{detect_host().level}: {error}",
-                hint="run it where that GPU is, or build for this machine: tapeout build MODEL --target cpu -o FILE",
+                hint="build it for this machine: tapeout build MODEL --target cpu -o FILE",
             ) from error
     weights = sum(info.size_bytes for info in engine.weights.values())
     return max(available_host_bytes() - weights - engine.program.arena_bytes, 0)

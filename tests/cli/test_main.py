@@ -46,7 +46,11 @@ def run_failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[
     ],
 )
 def test_every_error_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
-    assert run_failing(monkeypatch, error) == (code, "", "error: bad\n")
+    exit_code, stdout, stderr = run_failing(monkeypatch, error)
+    assert (exit_code, stdout) == (code, "")
+    message, hint = stderr.splitlines()  # one that brings no hint of its own gets its kind's
+    assert message == "error: bad"
+    assert hint.startswith("hint: ")
 
 
 def test_hint_stands_on_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:

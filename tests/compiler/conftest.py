@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,6 +33,10 @@ from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import CONST_PREFIX, run_recipe
 
 TOKENS_PER_PAGE = 4
+
+# torch writes thousands of structured records an export; formatting them for pytest's log capture
+# would take a good part of the tests' time.
+logging.getLogger("torch.__trace").propagate = False
 
 
 def _load_models() -> ModuleType:
@@ -77,7 +82,9 @@ class Packed:
 
     sequences: tuple[tuple[int, ...], ...]
 
-    def inputs(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def inputs(
+        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
         """All step inputs by placeholder name; every row's logits are asked for. The pool starts as NaN."""
         lengths = [len(s) for s in self.sequences]
         pages = [-(-n // TOKENS_PER_PAGE) for n in lengths]
@@ -87,7 +94,9 @@ class Packed:
         for row, count in zip(table, pages, strict=True):
             row[:count] = order[used : used + count]
             used += count
-        pool = torch.full((len(order), layers, 2, kv_heads, TOKENS_PER_PAGE, head_dim), torch.nan, dtype=dtype)
+        pool = torch.full(
+            (len(order), layers, 2, kv_heads, TOKENS_PER_PAGE, head_dim), torch.nan, dtype=dtype
+        )
         return {
             "token_ids": torch.tensor([[t for s in self.sequences for t in s]]),
             "positions": torch.tensor([[p for n in lengths for p in range(n)]]),
@@ -198,10 +207,13 @@ def _with_meta_parameters(module: nn.Module) -> nn.Module:
 class SmallGraph:
     """A compiler graph made from a module of a few lines; inputs are named as its arguments.
 
-    T is dynamic in every `[1, T, ...]` input, the length in inputs named in `rows`. The module's parameters are its weights; `run` executes it on fixed random inputs.
+    T is dynamic in every `[1, T, ...]` input, the length in inputs named in `rows`. The
+    module's parameters are its weights; `run` executes the graph on the inputs given.
     """
 
-    def __init__(self, module: nn.Module, inputs: Mapping[str, torch.Tensor], rows: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Mapping[str, torch.Tensor], rows: tuple[str, ...] = ()
+    ) -> None:
         self.module, self.inputs = module.eval(), dict(inputs)
         dynamic = {name: {0: Dim.DYNAMIC} if name in rows else {1: Dim.DYNAMIC} for name in inputs}
         oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)
@@ -212,7 +224,9 @@ class SmallGraph:
         tensors = dict(module.state_dict())
 
         def info(name: str) -> TensorInfo:
-            return TensorInfo(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
+            return TensorInfo(
+                name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)
+            )
 
         self.graph = _to_graph(program, meta, 1, info)
         canonicalize(self.graph)
@@ -263,5 +277,22 @@ def small_graph() -> Callable[..., SmallGraph]:
 
     def make(module: nn.Module, *, rows: tuple[str, ...] = (), **inputs: torch.Tensor) -> SmallGraph:
         return SmallGraph(module, inputs, rows)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def timing_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One timing cache for all builds of the session."""
+    return tmp_path_factory.mktemp("timings") / "cache.json"
+
+
+@pytest.fixture(scope="session")
+def options(timing_cache: Path) -> Callable[..., BuildOptions]:
+    """Build options with tiny limits, so that timing is short, and the session's timing cache."""
+
+    def make(**changes: Any) -> BuildOptions:
+        tiny = {"max_num_tokens": 16, "max_batch_size": 4, "max_seq_len": 64, "tokens_per_page": 4}
+        return BuildOptions(**{**tiny, "timing_cache": timing_cache, **changes})
 
     return make

@@ -14,8 +14,8 @@ from tapeout.compiler.graph import aten
 from tapeout.compiler.ir import Operand
 from tapeout.compiler.lower import lower
 from tapeout.compiler.pipeline import PASSES, run_passes
+from tapeout.compiler.trace import trace
 from tapeout.model_defs.meta_model import load_meta_model
-from tapeout.model_defs.source import TensorInfo
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS
 from tapeout.runtime.engine.program import STEP_INPUTS
@@ -26,7 +26,16 @@ def test_a_layer_of_llama(family: Callable[..., Any]) -> None:
     module = family("llama").module
     layer = [n.op for n in module.nodes]
     assert layer[:2] == ["embedding", "rope_table"]
-    block = ["linear", "rope", "paged_attention", "linear", "add_rms_norm", "linear", "gated_activation", "linear"]
+    block = [
+        "linear",
+        "rope",
+        "paged_attention",
+        "linear",
+        "add_rms_norm",
+        "linear",
+        "gated_activation",
+        "linear",
+    ]
     assert layer[2:] == ["rms_norm", *block, "add_rms_norm", *block, "add_rms_norm", "select_rows", "linear"]
     qkv, rope, attention = module.nodes[3:6]
     (merged,), (rotated,) = qkv.outputs, rope.outputs
@@ -76,23 +85,15 @@ def test_tied_embeddings_are_one_weight(family: Callable[..., Any]) -> None:
 
 
 def test_equal_recipes_are_one_weight(family: Callable[..., Any]) -> None:
-    """Also where the two placeholders have different names."""
+    """Also where the model holds two parameters: only the recipe counts."""
     source = family("llama").source
     model = load_meta_model(source, "float32", "tapeout")
-    from tapeout.compiler.trace import trace
-
-    def one_table(name: str) -> TensorInfo:
-        return source.checkpoint.tensors["model.embed_tokens.weight" if name == "lm_head.weight" else name]
-
-    graph = trace(model, one_table)
+    graph = trace(model, lambda name: source.checkpoint.tensors[name])
     run_passes(graph, PASSES, {})
-    graph.weights["copy"] = graph.weights["model.embed_tokens.weight"]
-    (head,) = [n for n in graph.nodes(aten.linear.default) if n.args[1].meta.get("weight") == "model.embed_tokens.weight"]
-    copy = graph.graph.find_nodes(op="placeholder")
-    assert copy
-    assert head.args[1].meta["weight"] == "model.embed_tokens.weight"
+    graph.weights["lm_head.weight"] = graph.weights["model.embed_tokens.weight"]
     module = lower(graph)
     assert Counter(w for n in module.nodes for w in n.weights)["model.embed_tokens.weight"] == 2
+    assert "lm_head.weight" not in module.weights
 
 
 def test_all_unknown_ops_are_listed_at_once(family: Callable[..., Any]) -> None:
@@ -109,7 +110,10 @@ def test_all_unknown_ops_are_listed_at_once(family: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedError) as caught:
         lower(graph)
     lines = caught.value.message.splitlines()
-    assert lines[1:] == ["  aten.erf.default (node erf_default)", "  aten.cumsum.default (node cumsum_default)"]
+    assert lines[1:] == [
+        "  aten.erf.default (node erf_default)",
+        "  aten.cumsum.default (node cumsum_default)",
+    ]
     assert caught.value.exit_code == 5
     assert caught.value.hint is not None
     assert "plugins/README.md" in caught.value.hint

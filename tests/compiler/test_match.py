@@ -28,7 +28,9 @@ def graph_of(function: Callable[..., Any], inputs: int = 3) -> fx.Graph:
     return graph
 
 
-def matches(pattern: Callable[..., Any], have: Callable[..., Any], inputs: int = 3, **literals: float) -> list[Match]:
+def matches(
+    pattern: Callable[..., Any], have: Callable[..., Any], inputs: int = 3, **literals: float
+) -> list[Match]:
     count = pattern.__code__.co_argcount - len(literals)
     made = make_pattern(pattern, [example(SHAPE, torch.float32) for _ in range(count)], literals)
     return list(find(graph_of(have, inputs), made))
@@ -42,9 +44,7 @@ def fused(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
     return (a * torch.sigmoid(b),)
 
 
-@pytest.mark.parametrize(
-    "have", [lambda x, y, z: x * torch.sigmoid(y), lambda x, y, z: torch.sigmoid(y) * x]
-)
+@pytest.mark.parametrize("have", [lambda x, y, z: x * torch.sigmoid(y), lambda x, y, z: torch.sigmoid(y) * x])
 def test_products_and_sums_match_in_either_order(have: Callable[..., Any]) -> None:
     (match,) = matches(fused, have)
     assert bound(match) == ["args_0", "args_1"]

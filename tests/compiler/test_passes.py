@@ -63,9 +63,11 @@ class Lines(nn.Module):
 
 def check(graph: Any, pass_: Callable[[Graph], int], count: int, before: str, after: str) -> None:
     """The pass matches `count` places, turns ops `before` into `after`, and changes no result."""
+
     def short(counter: Counter[str]) -> str:
         found = {
-            k.removesuffix(".default").removesuffix(".Tensor").removesuffix(".int"): v for k, v in counter.items()
+            k.removesuffix(".default").removesuffix(".Tensor").removesuffix(".int"): v
+            for k, v in counter.items()
         }
         return " ".join(f"{k}*{v}" if v > 1 else k for k, v in sorted(found.items()))
 
@@ -170,7 +172,8 @@ class TestFuseRmsNorm:
         assert node.args[2:] == (3e-4, 0.0, True)
 
     @pytest.mark.parametrize(
-        ("function", "offset", "cast_first"), [(norm, 0.0, True), (olmo_norm, 0.0, False), (gemma_norm, 1.0, False)]
+        ("function", "offset", "cast_first"),
+        [(norm, 0.0, True), (olmo_norm, 0.0, False), (gemma_norm, 1.0, False)],
     )
     def test_bfloat16_spellings_keep_their_rounding(
         self, small_graph: Make, function: Callable[..., Any], offset: float, cast_first: bool
@@ -197,7 +200,9 @@ class TestFuseRmsNorm:
             lambda m, x: norm(x, m.w + 1),  # no weight, a value
             lambda m, x: m.w * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()),  # not the inverse root
             lambda m, x: m.w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5)),  # another power
-            lambda m, x: m.w * (x * torch.rsqrt((x * 2).pow(2).mean(-1, keepdim=True) + 1e-5)),  # of another x
+            lambda m, x: (
+                m.w * (x * torch.rsqrt((x * 2).pow(2).mean(-1, keepdim=True) + 1e-5))
+            ),  # of another x
         ],
     )
     def test_near_misses(self, small_graph: Make, function: Callable[..., Any]) -> None:
@@ -376,7 +381,9 @@ class TestMergeQkv:
             (qkv, QKV | {"q_bias": (8,)}),  # a bias here and none there
         ],
     )
-    def test_near_misses(self, small_graph: Make, function: Callable[..., Any], shapes: dict[str, Any]) -> None:
+    def test_near_misses(
+        self, small_graph: Make, function: Callable[..., Any], shapes: dict[str, Any]
+    ) -> None:
         unchanged(self.graph(small_graph, function, **shapes), merge_qkv)
 
     def test_one_projection_for_all_is_merged_already(self, small_graph: Make) -> None:
@@ -404,9 +411,7 @@ class TestFuseGatedMlp:
             (lambda m, x: F.linear(x, m.up) * torch.relu(F.linear(x, m.gate)), "relu"),
         ],
     )
-    def test_before_and_after(
-        self, small_graph: Make, function: Callable[..., Any], activation: str
-    ) -> None:
+    def test_before_and_after(self, small_graph: Make, function: Callable[..., Any], activation: str) -> None:
         graph = small_graph(Lines(function, **MLP), x=randn(1, T, HIDDEN))
         assert graph.ops()["aten.linear.default"] == 2
         assert graph.apply(fuse_gated_mlp) == 1

@@ -139,7 +139,9 @@ class TestRefused:
         source = family("llama").source
         model = load_meta_model(source, "float32", "tapeout")
         model.model.layers[1].self_attn = _Silent()
-        with pytest.raises(UnsupportedError, match=r"has 2 layers but its attention was seen in layers\s+\[0\]"):
+        with pytest.raises(
+            UnsupportedError, match=r"has 2 layers but its attention was seen in layers\s+\[0\]"
+        ):
             trace(model, lambda name: source.checkpoint.tensors[name])
 
     def test_code_that_cannot_be_exported(self, family: Callable[..., Any]) -> None:

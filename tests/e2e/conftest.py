@@ -38,8 +38,9 @@ from pathlib import Path
 from tapeout.compiler.build import build
 from tapeout.compiler.options import BuildOptions
 model, folder, cache = sys.argv[1:]
+common = {"timing_cache": Path(cache), "verify": False}
 for name, options in (("bf16", {"dtype": "bfloat16"}), ("int8", {"quantize": "int8-dynamic"})):
-    build(model, Path(folder) / f"{name}.engine", BuildOptions(timing_cache=Path(cache), verify=False, **options))
+    build(model, Path(folder) / f"{name}.engine", BuildOptions(**options, **common))
 """
 
 
@@ -55,8 +56,8 @@ class Built:
 
 def _run(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """`tapeout ARGS` in a process of its own; text in, text out."""
-    defaults = {"capture_output": True, "encoding": "utf-8", "check": False, "timeout": 300}
-    return subprocess.run([TAPEOUT, *map(str, args)], **{**defaults, **options})
+    defaults = {"capture_output": True, "encoding": "utf-8", "timeout": 300}
+    return subprocess.run([TAPEOUT, *map(str, args)], check=False, **{**defaults, **options})
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +114,15 @@ def smollm2_processes(
     dev = os.environ.get("E2E_DEV_FOLDER")
     if dev:
         for n in ("fp32", "variants"):
-            started[n] = (subprocess.Popen(["cat", f"{dev}/{n}.out"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"), Path(dev))
+            started[n] = (
+                subprocess.Popen(
+                    ["cat", f"{dev}/{n}.out"],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    encoding="utf-8",
+                ),
+                Path(dev),
+            )
     elif needed:
         model = request.getfixturevalue("smollm2_gguf")
         if "smollm2_build" in needed:
@@ -167,7 +176,9 @@ def smollm2_int8(smollm2_variants: Path) -> Path:
 @pytest.fixture(scope="session")
 def reference(smollm2_gguf: Path, smollm2_processes: dict[str, Any]) -> Any:
     """HF's greedy answers; needs no engine, so it is computed while the builds run."""
-    spec = importlib.util.spec_from_file_location("tapeout_e2e_reference", Path(__file__).with_name("reference.py"))
+    spec = importlib.util.spec_from_file_location(
+        "tapeout_e2e_reference", Path(__file__).with_name("reference.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -208,7 +219,10 @@ def tiny_cache(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(
-    tiny_checkpoint: Path, tiny_cache: Path, invoke: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Path,
+    tiny_cache: Path,
+    invoke: Callable[..., Result],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """An engine of the tiny checkpoint: 512 positions, 4 in flight, pages of 16 tokens."""
     engine = tmp_path_factory.mktemp("tiny-engine") / "tiny.engine"

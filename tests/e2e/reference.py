@@ -77,7 +77,9 @@ def hf_model(source: ModelSource, dtype: str) -> Any:
     """HF's model with the source's weights, cast one by one."""
     model = load_meta_model(source, dtype, "sdpa")
     weights = {
-        name: torch.from_numpy(np.ascontiguousarray(source.checkpoint.read(name), np.float32)).to(getattr(torch, dtype))
+        name: torch.from_numpy(np.ascontiguousarray(source.checkpoint.read(name), np.float32)).to(
+            getattr(torch, dtype)
+        )
         for name in source.checkpoint.tensors
     }
     model.load_state_dict(weights, strict=False, assign=True)

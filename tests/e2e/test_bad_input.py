@@ -160,7 +160,9 @@ def test_code_of_a_model_runs_only_when_allowed(
     code = CODE.replace('Path(__file__).with_name("ran")', f"Path({str(marker)!r})")
     (checkpoint / "own.py").write_text(code)
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    edit_json(checkpoint / "config.json", model_type="own", architectures=["OwnForCausalLM"], auto_map=auto_map)
+    edit_json(
+        checkpoint / "config.json", model_type="own", architectures=["OwnForCausalLM"], auto_map=auto_map
+    )
     flags = ["--trust-remote-code"] if allowed else []
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf")}
     result = tapeout("build", checkpoint, "-o", tmp_path / "m.engine", "--dry-run", *flags, env=environment)
@@ -201,7 +203,9 @@ def test_invalid_options(
 def test_unknown_key_of_a_config_file(build: Callable[..., Result], checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("max-seq-len: 64\nmax-batch-sice: 4\n")
-    refused(build(checkpoint, "--config", path), 2, f"{path}:2: max-batch-sice", "did you mean max-batch-size?")
+    refused(
+        build(checkpoint, "--config", path), 2, f"{path}:2: max-batch-sice", "did you mean max-batch-size?"
+    )
 
 
 @pytest.mark.parametrize("text", ["not json", '{"version": 999}'])
@@ -243,7 +247,10 @@ def test_a_full_disk(
     limits = ("--max-batch-size", "4", "--max-num-tokens", "64", "--tokens-per-page", "16")
     build = [command, "build", tiny_checkpoint, "-o", output, "--timing-cache", tiny_cache, *limits]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(limit), *map(str, build)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(limit), *map(str, build)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     refused(done, 1, "no space left", str(output), "bytes")
     assert list(tmp_path.iterdir()) == []
@@ -337,18 +344,21 @@ def test_truncated_engine(invoke: Invoke, tiny_engine: Path, tmp_path: Path, kep
 def test_engine_of_another_format(invoke: Invoke, tiny_engine: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.engine"
     other.write_bytes(tiny_engine.read_bytes().replace(b'"format_version":"1"', b'"format_version":"7"', 1))
-    refused(invoke("run", other, "--prompt", "the"), 3, str(other), "format 7", "reads format 1", "tapeout build")
+    refused(
+        invoke("run", other, "--prompt", "the"), 3, str(other), "format 7", "reads format 1", "tapeout build"
+    )
 
 
 @pytest.mark.parametrize("target", ["cuda:h100", "cpu:aarch64"])
-def test_engine_for_another_target(
-    invoke: Invoke, tiny_engine: Path, tmp_path: Path, target: str
-) -> None:
+def test_engine_for_another_target(invoke: Invoke, tiny_engine: Path, tmp_path: Path, target: str) -> None:
     from dataclasses import replace
 
     other = tmp_path / "other.engine"
     with open_engine(tiny_engine) as engine:
-        arrays = {n: np.frombuffer(engine.weight(n).data, i.dtype).reshape(i.shape) for n, i in engine.weights.items()}
+        arrays = {
+            n: np.frombuffer(engine.weight(n).data, i.dtype).reshape(i.shape)
+            for n, i in engine.weights.items()
+        }
         write_engine(
             other,
             replace(engine.manifest, target=target),
@@ -364,7 +374,12 @@ def test_engine_for_another_target(
 
 
 def test_missing_engine(invoke: Invoke, tmp_path: Path) -> None:
-    refused(invoke("run", tmp_path / "none.engine", "--prompt", "the"), 2, str(tmp_path / "none.engine"), "not exist")
+    refused(
+        invoke("run", tmp_path / "none.engine", "--prompt", "the"),
+        2,
+        str(tmp_path / "none.engine"),
+        "not exist",
+    )
     refused(invoke("run", tmp_path, "--prompt", "the"), 2, "is a directory")
 
 
@@ -394,7 +409,9 @@ def test_a_checkpoint_given_as_engine(invoke: Invoke, tiny_checkpoint: Path) -> 
         (["--prompt", "a", "--top-k", "x"], ["'--top-k'", "'x'"]),
     ],
 )
-def test_requests_that_cannot_run(invoke: Invoke, tiny_engine: Path, args: list[str], parts: list[str]) -> None:
+def test_requests_that_cannot_run(
+    invoke: Invoke, tiny_engine: Path, args: list[str], parts: list[str]
+) -> None:
     refused(invoke("run", tiny_engine, *args), 2, *parts)
 
 

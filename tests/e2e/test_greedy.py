@@ -25,7 +25,9 @@ def differences(reference: Any, answers: Mapping[str, Sequence[int]]) -> list[st
         assert len(ids) == len(wanted), name
         for i, (got, want) in enumerate(zip(ids, wanted, strict=True)):
             if got != want:
-                lines.append(f"{name}: token {i} is {got}, HF has {want}, HF's gap is {reference.gap(name, i):.2g}")
+                lines.append(
+                    f"{name}: token {i} is {got}, HF has {want}, HF's gap is {reference.gap(name, i):.2g}"
+                )
                 break
     return lines
 
@@ -49,7 +51,9 @@ def test_packed_together(llm: LLM, reference: Any, steps: list[Any]) -> None:
     steps.clear()
     outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], GREEDY)
     assert [o.prompt_token_ids for o in outputs] == [tuple(reference.prompts[n]) for n in NAMES]
-    assert differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []
+    assert (
+        differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []
+    )
     batch = llm.engine.manifest.limits.max_batch_size
     assert len(NAMES) > batch
     assert max(len(step.plan.scheduled) for step in steps) == batch
@@ -94,7 +98,9 @@ def test_in_small_chunks(smollm2: Path, reference: Any) -> None:
     steps: list[Any] = []
     with LLM(smollm2, chunk_tokens=CHUNK_TOKENS, on_step=steps.append) as llm:
         outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], GREEDY)
-    assert differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []
+    assert (
+        differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []
+    )
     chunks = [c.num_tokens for s in steps for c in s.plan.context]
     assert max(chunks) == CHUNK_TOKENS
     assert len(chunks) >= sum(-(-len(p) // CHUNK_TOKENS) for p in reference.prompts.values())

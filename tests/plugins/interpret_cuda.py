@@ -1,4 +1,6 @@
-"""Run CUDA tactics in Triton's interpreter on the CPU: `python interpret_cuda.py OP[/TACTIC]...`
+"""Run CUDA tactics in Triton's interpreter on the CPU: `python interpret_cuda.py OP[/TACTIC[:EVERY]]...`
+
+TACTIC is a part of its name; of its cases every EVERY-th runs.
 
 A program of its own, because TRITON_INTERPRET must be set before kernels are imported. Prints
 one JSON object a case: {"op", "tactic", "case", "rows", "problem", "error"}.
@@ -11,34 +13,73 @@ import itertools
 import json
 import os
 import sys
-from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from cuda_cases import Bound, bind
 
-from tapeout.plugins.case import Case, cases
+from tapeout.plugins.case import Case, cases, signature
+from tapeout.plugins.cpu import TensorType
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, LaunchSpec
 from tapeout.plugins.registry import cuda_tactics
-from tapeout.plugins.triton_aot.operands import grid_of
+from tapeout.plugins.triton_aot.bound_case import bind
+from tapeout.plugins.triton_aot.operands import Operands, grid_of
 
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
 #: Interpreted blocks cost milliseconds: cases with more rows than this are left to the GPU.
 _MAX_ROWS = 220
+_PADDING = 3
 
 
-def launch(spec: LaunchSpec, bound: Bound) -> None:
+def teach_bfloat16() -> None:
+    """The interpreter cuts float32 to bfloat16 without rounding and multiplies bfloat16 as integers."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    cast, dot = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
+
+    def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            bits = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16).numpy()
+            return interpreter.TensorHandle(bits.reshape(src.data.shape), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    def float_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (cast(self, x, tl.float32) for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    builder: Any = interpreter.InterpreterBuilder
+    builder.cast_impl, builder.create_dot = rounding_cast, float_dot
+    builder.create_fp_ext = builder.create_fp_trunc = rounding_cast
+
+
+def launch(spec: LaunchSpec, operands: Operands, bucket: int) -> None:
+    """Run every block of a launch, one after the other."""
     kernel = getattr(importlib.import_module(spec.kernel.module), spec.kernel.function)
     values = []
     for (_, kind), arg in zip(spec.kernel.signature, spec.args, strict=True):
-        value = bound.operands.value(arg)
+        value = operands.value(arg)
         if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
             value = value[: value.numel() // 4 * 4].view(_TORCH[kind.removeprefix("*")])
         values.append(value)
     names = [name for name, _ in spec.kernel.signature]
-    kernel[grid_of(spec, bound.bucket)](**dict(zip(names, values, strict=True)), **spec.kernel.constants)
+    kernel[grid_of(spec, bucket)](**dict(zip(names, values, strict=True)), **spec.kernel.constants)
+
+
+def extra_cases(op: str) -> tuple[Case, ...]:
+    """Deep products, which alone are split over K; the CPU's cases have none."""
+    if op != "linear":
+        return ()
+
+    def deep(dtype: str, k: int) -> Case:
+        weights = (TensorType(dtype, (48, k)), TensorType(dtype, (48,)))
+        types = signature("linear", (TensorType(dtype, ("T", k)),), (TensorType(dtype, ("T", 48)),), weights)
+        return Case(f"{dtype} 48x{k} bias", types, (3,))
+
+    return deep("float32", 8192), deep("bfloat16", 8224)
 
 
 def chosen(op: str, wanted: str) -> list[tuple[CudaTactic, Case, int]]:
@@ -47,7 +88,7 @@ def chosen(op: str, wanted: str) -> list[tuple[CudaTactic, Case, int]]:
     for tactic in cuda_tactics(op):
         if wanted and wanted not in tactic.name:
             continue
-        for case in cases(op):
+        for case in (*cases(op), *extra_cases(op)):
             target = CudaTarget(90, 4, 232448, case.tokens_per_page)
             decode = all(q == 1 for q, _ in case.sequences)
             if tactic.unsupported(case.signature, target) or (tactic.decode_only and not decode):
@@ -60,15 +101,17 @@ def chosen(op: str, wanted: str) -> list[tuple[CudaTactic, Case, int]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    teach_bfloat16()
     for argument in sys.argv[1:]:
         op, _, wanted = argument.partition("/")
         wanted, _, every = wanted.partition(":")
         for tactic, case, rows in itertools.islice(chosen(op, wanted), 0, None, int(every or 1)):
             target = CudaTarget(90, 4, 232448, case.tokens_per_page)
-            bound = bind(case, rows, tactic, target)
+            bucket = rows + _PADDING
+            bound = bind(case, rows, tactic.workspace_bytes(case.signature, bucket, target), bucket)
             bound.poison()
             for spec in tactic.launches(case.signature, bound.bucket, target):
-                launch(spec, bound)
+                launch(spec, bound.operands, bucket)
             problem, error = bound.problem()
             line = {"op": op, "tactic": tactic.name, "case": case.label, "rows": rows, "problem": problem}
             print(json.dumps({**line, "error": error}), flush=True)

@@ -180,7 +180,7 @@ class _State:
         return {
             "last_ids": self.last_ids.address,
             "out_ids": self.output.address,
-            "finite": self.output.address + 4 * self._batch,
+            "out_finite": self.output.address + 4 * self._batch,
         }
 
     def download(self, stream: Stream) -> tuple[PinnedMemory, Event]:

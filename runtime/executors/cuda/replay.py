@@ -28,7 +28,7 @@ class Memory:
     weights: DeviceWeights
     step: StepBuffers
     kv_pool: DeviceMemory
-    state: Mapping[str, int]  # addresses of the executor's own buffers: last_ids, out_ids, finite
+    state: Mapping[str, int]  # addresses of the executor's own buffers: last_ids, out_ids, out_finite
     layers: int
 
 
@@ -40,6 +40,8 @@ class Replay:
         self._buffers = {b.name: b for b in program.buffers}
         self._functions = [load_function(cubins[k.blob], k.symbol, k.shared_bytes) for k in table.kernels]
         self._graphs: dict[tuple[int, int], Any] = {}
+        # Sampling is launched like an op whose input is the logits.
+        self._sampling = Record("sample", (program.logits,), (), (), {}, "")
 
     def bucket(self, rows: int, logit_rows: int) -> tuple[int, int]:
         """The padded sizes that serve a step."""
@@ -59,25 +61,19 @@ class Replay:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(cu.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
         try:
-            self._launch_step("fill_token_ids", rows["T"], stream)
+            for item in self._table.fill:
+                self._launch(item, None, rows["T"], stream)
             for record in self._program.records:
-                self._launch_record(record, rows, stream)
-            self._launch_step("sample_greedy", rows["R"], stream)
+                count = rows[str(record.outputs[0].shape[0])]
+                for item in _range(self._table.ranges[record.signature], count).launches:
+                    self._launch(item, record, count, stream)
+            for item in _range(self._table.sample, rows["R"]).launches:
+                self._launch(item, self._sampling, rows["R"], stream)
         finally:
             graph = check(cu.cuStreamEndCapture(stream.handle), "ending a capture")
         executable = check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph")
         check(cu.cuGraphDestroy(graph), "freeing a graph")
         return executable
-
-    def _launch_step(self, role: str, rows: int, stream: Stream) -> None:
-        if role in self._table.step:
-            self._launch(self._table.step[role], None, rows, stream)
-
-    def _launch_record(self, record: Record, rows: Mapping[str, int], stream: Stream) -> None:
-        count = rows[str(record.outputs[0].shape[0])]
-        chosen = _range(self._table.ranges[record.signature], count)
-        for item in chosen.launches:
-            self._launch(item, record, count, stream)
 
     def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
         kernel = self._table.kernels[item.kernel]
@@ -100,8 +96,6 @@ class Replay:
             if argument.name in memory.state:
                 return memory.state[argument.name], ctypes.c_void_p
             return memory.step.address(argument.name), ctypes.c_void_p
-        if kind == "logits":
-            return self.logits_address(), ctypes.c_void_p
         if kind == "workspace":
             return memory.workspace.address + int(argument.value), ctypes.c_void_p
         if kind in ("i32", "i64", "f32"):
@@ -114,8 +108,8 @@ class Replay:
         if kind == "weight":
             name = record.weights[argument.index]
             return (memory.weights.address(name) if name else 0), ctypes.c_void_p
-        if kind == "attr":
-            return int(record.attrs[argument.name]), ctypes.c_int32
+        if kind == "layer":
+            return int(record.attrs["layer"]), ctypes.c_int32
         views = record.inputs if kind.startswith("input") else record.outputs
         if kind.endswith("_stride"):
             return views[argument.index].strides[int(argument.value)], ctypes.c_int32

@@ -27,8 +27,7 @@ class StepBuffers:
             "cu_q": batch + 1,
             "kv_lens": batch,
             "row_ids": batch,
-            "row_slots": batch,
-            "slots": batch,
+            "seq_slots": batch,
             "page_table": batch * self.max_pages,
             "token_ids": tokens,
             "positions": tokens,
@@ -66,8 +65,7 @@ class StepBuffers:
         put("cu_q", inputs.cu_q)
         put("kv_lens", inputs.kv_lens)
         put("row_ids", inputs.row_ids)
-        put("row_slots", inputs.row_slots)
-        put("slots", inputs.slots)
+        put("seq_slots", inputs.slots)
         put("token_ids", inputs.token_ids)
         put("positions", inputs.positions)
         put("row_seqs", np.repeat(np.arange(sequences, dtype=np.int32), lengths))

@@ -1,6 +1,6 @@
-"""Operands for CUDA tactics: windows of wider rows, poisoned outputs, padded buckets, stale step arrays.
+"""Operands that check a CUDA tactic: windows of wider rows, poisoned outputs, padded buckets, stale step arrays.
 
-Used by the interpreter on the CPU and by the check on a GPU (`device`).
+Used by Triton's interpreter on the CPU and by the check on a GPU (`device`). Needs torch, not Triton.
 """
 
 from __future__ import annotations
@@ -13,21 +13,28 @@ import torch
 
 from tapeout.plugins.case import Case, tolerance
 from tapeout.plugins.cpu import OpSignature, StepState, TensorType
-from tapeout.plugins.cuda import CudaTactic, CudaTarget
-from tapeout.plugins.example import concrete, example, example_step, torch_dtype
+from tapeout.plugins.example import concrete, example_step, torch_dtype
 from tapeout.plugins.registry import OPS
 from tapeout.plugins.triton_aot.operands import Operands
 
-GUARD, PADDING, LAYERS = 16, 3, 2
+GUARD, LAYERS = 16, 2
+_LOGIT_CASE_ROWS = 70  # T of ops over logit rows
 STALE = 1 << 30
+
+
+def guarded(columns: int) -> int:
+    """Columns with guard columns behind, so that rows are multiples of 16 elements."""
+    return (columns + GUARD + 15) // 16 * 16
 
 
 def strided(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The same values as a window of wider rows, followed by NaN rows up to `rows`."""
     if tensor.dim() < 2:
         fill = STALE if not tensor.is_floating_point() else torch.nan
-        return torch.cat([tensor, torch.full((rows - len(tensor),), fill, dtype=tensor.dtype, device=tensor.device)])
-    shape = (rows, tensor.shape[1] + GUARD, *tensor.shape[2:])
+        return torch.cat(
+            [tensor, torch.full((rows - len(tensor),), fill, dtype=tensor.dtype, device=tensor.device)]
+        )
+    shape = (rows, guarded(tensor.shape[1]), *tensor.shape[2:])
     wide = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
     wide[: len(tensor), : tensor.shape[1]] = tensor
     return wide[:, : tensor.shape[1]]
@@ -72,35 +79,62 @@ class Bound:
 
 
 def bind(
-    case: Case, rows: int, tactic: CudaTactic, target: CudaTarget, device: str = "cpu", seed: int = 0,
-    padding: int = PADDING,
-) -> Bound:  # fmt: skip
-    """Random operands of a case for a tactic, with the reference's results."""
+    case: Case, rows: int, workspace_bytes: int, bucket: int, device: str = "cpu", seed: int = 0
+) -> Bound:
+    """Random operands of a case, with the reference's results.
+
+    Args:
+        rows: rows of the op (T, or R where its output has logit rows); bucket: them padded.
+    """
     signature = case.signature
-    made = example(signature, rows, seed=seed)
-    inputs, weights = (tuple(t.to(device) for t in group) for group in (made.inputs, made.weights))
-    counted = str(signature.outputs[0].shape[0])
-    out_rows = int(concrete(signature.outputs[0], rows, min(rows, 4))[0])
-    bucket = out_rows + padding
+    generator = torch.Generator(device).manual_seed(seed)
+    leading = {
+        "T": max(rows, _LOGIT_CASE_ROWS) if str(signature.outputs[0].shape[0]) == "R" else rows,
+        "R": rows,
+    }
+    inputs = _made(signature, "inputs", leading, generator)
+    weights = _made(signature, "weights", leading, generator)
     state = _state(case, device, seed)
-    step = _step_tensors(state, case, rows, out_rows if counted == "R" else min(rows, 4), rows + padding, device)
+    step = _step_tensors(state, case, leading["T"], rows, leading["T"] + bucket - rows, device)
     expected = _expected(signature, inputs, weights, state)
     buffers, outputs = [], []
-    for kind in made.outputs:
-        shape = (bucket + 2, int(kind.shape[1]) + GUARD, *(int(d) for d in kind.shape[2:]))
+    for kind in signature.outputs:
+        shape = (bucket + 2, guarded(int(kind.shape[1])), *(int(d) for d in kind.shape[2:]))
         buffers.append(torch.full(shape, torch.nan, dtype=torch_dtype(kind.dtype), device=device))
         outputs.append(buffers[-1][1:-1, : int(kind.shape[1])])
     pool_after = None
     if state is not None:  # the reference wrote the cache; the tactic gets the one before
         pool_after = state.kv_pool
         step["kv_pool"] = _state(case, device, seed).kv_pool
-    workspace = torch.zeros(max(16, tactic.workspace_bytes(signature, bucket, target)), dtype=torch.uint8)
+    workspace = torch.zeros(max(16, workspace_bytes), dtype=torch.uint8, device=device)
     operands = Operands(
-        tuple(strided(t, len(t) + padding) for t in inputs), weights, outputs, step, workspace.to(device),
-        int(signature.attrs.get("layer", 0)),
+        tuple(strided(t, len(t) + bucket - rows) for t in inputs), weights, outputs, step, workspace,
+        signature.attrs,
         {"layers": LAYERS, "max_pages": step["page_table"].shape[1]} if state is not None else {},
     )  # fmt: skip
-    return Bound(signature, operands, buffers, expected, pool_after, out_rows, bucket)
+    return Bound(signature, operands, buffers, expected, pool_after, rows, bucket)
+
+
+def _made(
+    signature: OpSignature, group: str, leading: dict[str, int], generator: torch.Generator
+) -> tuple[torch.Tensor, ...]:
+    """Random inputs or weights, made on the generator's device: an 8B model's head takes seconds elsewhere."""
+    names = [n.rstrip("?") for n in getattr(OPS[signature.op], group)]
+    limits = {"token_ids": signature.weights[0].shape[0] if signature.weights else 1, "row_ids": leading["T"]}
+    made = []
+    for name, kind in zip(names, getattr(signature, group), strict=False):
+        shape, dtype = concrete(kind, leading["T"], leading["R"]), torch_dtype(kind.dtype)
+        options = {"generator": generator, "device": generator.device}
+        if not dtype.is_floating_point:
+            made.append(torch.randint(0, int(limits.get(name, 5000)), shape, dtype=dtype, **options))
+            continue
+        values = torch.randn(shape, dtype=dtype, **options)
+        if name == "inv_freq":
+            values = 10000.0 ** (-torch.arange(shape[0], device=generator.device) / shape[0])
+        elif name == "weight" and len(shape) == 2:
+            values /= shape[1] ** 0.5
+        made.append(values)
+    return tuple(made)
 
 
 def _state(case: Case, device: str, seed: int) -> StepState | None:
@@ -111,7 +145,9 @@ def _state(case: Case, device: str, seed: int) -> StepState | None:
         case.sequences, kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), dtype=k.dtype, layers=LAYERS,
         tokens_per_page=case.tokens_per_page, seed=seed,
     )  # fmt: skip
-    moved = {n: getattr(state, n).to(device) for n in vars(state) if isinstance(getattr(state, n), torch.Tensor)}
+    moved = {
+        n: getattr(state, n).to(device) for n in vars(state) if isinstance(getattr(state, n), torch.Tensor)
+    }
     return replace(state, **moved)
 
 

@@ -1,0 +1,197 @@
+"""Kernels of sampling: greedy, temperature, top-k, top-p, min-p with choose.py's exact definition.
+
+Penalties, min_tokens and logprobs are not here; `state.device_unsupported` says so per request.
+Compiled without fusing products and sums: weights must have numpy's bits.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+_NO_INDEX: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+_TOP_BIT: tl.constexpr = tl.constexpr(-0x80000000)
+_LOWEST_Y: tl.constexpr = tl.constexpr(-31.0)  # -(_WEIGHT_BITS + 1) of choose.py
+
+
+@triton.jit
+def fill_token_ids(token_ids, counts, row_seqs, seq_slots, last_ids, BLOCK: tl.constexpr):
+    """A token id of -1 becomes the id its slot sampled last. Grid (row blocks,)."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < tl.load(counts)
+    missing = inside & (tl.load(token_ids + row, mask=inside, other=0) == -1)
+    slot = tl.load(seq_slots + tl.load(row_seqs + row, mask=missing, other=0), mask=missing, other=0)
+    tl.store(token_ids + row, tl.load(last_ids + slot, mask=missing, other=0), mask=missing)
+
+
+@triton.jit
+def partial_max(
+    logits, values, indices, finites, counts, logits_row,
+    VOCAB: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Largest valid logit of a chunk, its lowest id, and whether all are finite. Grid (rows, chunks)."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if row >= tl.load(counts + 4):
+        return
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=column < VOCAB, other=0.0)
+    value = value.to(tl.float32)
+    finite = tl.abs(value) < float("inf")  # false for NaN too
+    candidate = tl.where((column < VALID) & finite, value, float("-inf"))
+    highest = tl.max(candidate, axis=0)
+    index = tl.min(tl.where((candidate == highest) & (column < VALID), column, _NO_INDEX), axis=0)
+    at = row * CHUNKS + chunk
+    tl.store(values + at, highest)
+    tl.store(indices + at, index)
+    tl.store(finites + at, tl.min(finite.to(tl.int32), axis=0))
+
+
+@triton.jit
+def order(z):
+    """int32 that orders as float32 does (z is no NaN; -0 and 0 are one)."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, _TOP_BIT - bits, bits)
+
+
+@triton.jit
+def weight_of(z):
+    """The 30-bit integer weight of choose.weights_of, as int64."""
+    y = tl.maximum(z * 1.4426950408889634, _LOWEST_Y)
+    whole = tl.floor(y)
+    y = y - whole
+    value = tl.full(y.shape, 0.0018671301659196615, tl.float32)  # 0x1.e974fcp-10
+    value = value * y + 0.009017029777169228  # 0x1.277854p-7
+    value = value * y + 0.05579991266131401  # 0x1.c91ce6p-5
+    value = value * y + 0.24016444385051727  # 0x1.ebdb56p-3
+    value = value * y + 0.6931512951850891  # 0x1.62e4bap-1
+    value = value * y + 1.0
+    exponent = (whole.to(tl.int32) + 157) << 23
+    return (value * exponent.to(tl.float32, bitcast=True)).to(tl.int64)
+
+
+@triton.jit
+def load_z(logits, start, highest, temperature, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """Scaled logits of a block of ids and which of them exist."""
+    column = start + tl.arange(0, BLOCK)
+    inside = column < VALID
+    value = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(inside, tl.div_rn(value - highest, temperature), float("-inf")), inside
+
+
+@triton.jit
+def count_from(logits, key, highest, temperature, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """How many z have an order of at least `key`."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, VALID, BLOCK):
+        z, inside = load_z(logits, start, highest, temperature, VALID, BLOCK)
+        total += (inside & (order(z) >= key)).to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def weight_from(logits, key, highest, temperature, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the weights of all z with an order of at least `key`."""
+    total = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, VALID, BLOCK):
+        z, inside = load_z(logits, start, highest, temperature, VALID, BLOCK)
+        total += tl.where(inside & (order(z) >= key), weight_of(z), 0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def choose(
+    logits, values, indices, finites, counts, row_ids, row_seqs, positions, seq_slots, sample_state,
+    out_ids, out_finite, last_ids, logits_row,
+    VALID: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The id of one row. Grid (rows,).
+
+    Borders of top-k and top-p are found by bisecting the 32-bit order of z: whatever the
+    distribution, 32 passes over the row each.
+    """
+    r = tl.program_id(0)
+    if r >= tl.load(counts + 4):
+        return
+    chunk = tl.arange(0, CHUNKS_BLOCK)
+    inside = chunk < CHUNKS
+    value = tl.load(values + r * CHUNKS + chunk, mask=inside, other=float("-inf"))
+    index = tl.load(indices + r * CHUNKS + chunk, mask=inside, other=_NO_INDEX)
+    finite = tl.min(tl.load(finites + r * CHUNKS + chunk, mask=inside, other=1), axis=0)
+    highest = tl.max(value, axis=0)
+    best = tl.min(tl.where(value == highest, index, _NO_INDEX), axis=0)
+    row = tl.load(row_ids + r)
+    slot = tl.load(seq_slots + tl.load(row_seqs + row))
+    state = sample_state + slot * 8
+    temperature = tl.load(state + 2).to(tl.float32, bitcast=True)
+    chosen = tl.where(finite == 1, best, 0)
+    if (finite == 1) & (temperature > 0):
+        chosen = draw(
+            logits + r.to(tl.int64) * logits_row,
+            state,
+            tl.load(positions + row),
+            highest,
+            temperature,
+            VALID,
+            BLOCK,
+        )
+    tl.store(out_ids + r, chosen)
+    tl.store(out_finite + r, finite)
+    tl.store(last_ids + slot, chosen)
+
+
+@triton.jit
+def load_double(state):
+    """float64 from two words, low first."""
+    low = tl.load(state).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(state + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return ((high << 32) | low).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def draw(logits, state, position, highest, temperature, VALID: tl.constexpr, BLOCK: tl.constexpr):
+    """choose.choose_id of one row of logits."""
+    top_k = tl.load(state + 3)
+    top_p, min_p = load_double(state + 4), load_double(state + 6)
+    border = -2147483647  # of the order: everything
+    if (top_k > 0) & (top_k < VALID):
+        # The largest border that keeps at least top_k ids: their lowest value and its equals.
+        low, high = tl.full((), -2147483647, tl.int64), tl.full((), 1, tl.int64)
+        while high - low > 1:
+            middle = (low + high) >> 1
+            enough = count_from(logits, middle.to(tl.int32), highest, temperature, VALID, BLOCK) >= top_k
+            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        border = low.to(tl.int32)
+    total = weight_from(logits, border, highest, temperature, VALID, BLOCK)
+    if top_p < 1.0:
+        # The smallest order whose larger ones sum to less than the limit; larger ones only: key + 1.
+        limit = top_p * total.to(tl.float64)
+        low, high = border.to(tl.int64) - 1, tl.full((), 0, tl.int64)
+        while high - low > 1:
+            middle = (low + high) >> 1
+            above = weight_from(logits, (middle + 1).to(tl.int32), highest, temperature, VALID, BLOCK)
+            keeps = above.to(tl.float64) < limit
+            low, high = tl.where(keeps, low, middle), tl.where(keeps, middle, high)
+        border = high.to(tl.int32)
+    least_exact = min_p * 1073741824.0  # the largest weight is always 2**30
+    least = least_exact.to(tl.int64)
+    least += (least.to(tl.float64) < least_exact).to(tl.int64)
+    seed_low = tl.load(state).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = (tl.load(state + 1).to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low
+    zero = tl.zeros((1,), tl.int32)
+    first, second, _, _ = tl.philox(seed, zero + position, zero, zero, zero)
+    word = (tl.max(first, axis=0).to(tl.uint64) << 32) | tl.max(second, axis=0).to(tl.uint64)
+    kept = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, VALID, BLOCK):
+        z, inside = load_z(logits, start, highest, temperature, VALID, BLOCK)
+        w = weight_of(z)
+        kept += tl.where(inside & (order(z) >= border) & (w >= least), w, 0)
+    target = tl.umulhi(word, tl.sum(kept, axis=0).to(tl.uint64)).to(tl.int64)
+    before, chosen = tl.full((), 0, tl.int64), tl.full((), 0x7FFFFFFF, tl.int32)
+    for start in range(0, VALID, BLOCK):
+        z, inside = load_z(logits, start, highest, temperature, VALID, BLOCK)
+        w = weight_of(z)
+        w = tl.where(inside & (order(z) >= border) & (w >= least), w, 0)
+        sums = before + tl.cumsum(w, axis=0)
+        column = start + tl.arange(0, BLOCK)
+        chosen = tl.minimum(chosen, tl.min(tl.where(sums > target, column, 0x7FFFFFFF), axis=0))
+        before += tl.sum(w, axis=0)
+    return chosen

@@ -1,0 +1,77 @@
+"""Every CUDA kernel against its op's reference, in Triton's interpreter on the CPU.
+
+Windows of wider rows, poisoned outputs and workspace, guard rows, padded buckets, stale step
+arrays, NaN in unused cache: see plugins/triton_aot/bound_case.py. The GPU runs the same kernels
+at real sizes with benchmarks/check_kernels_cuda.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tapeout.plugins.case import cases
+from tapeout.plugins.cuda import CudaTarget
+from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, cuda_tactics
+
+_HERE = Path(__file__).parent
+_NOT_ON_CUDA = {"linear_int8"}
+
+#: Programs of the interpreter to run, each a few seconds: op/tactic:every-nth-case.
+_GROUPS = {
+    "elementwise": (
+        "add/:9", "mul/:9", "scale/:7", "copy/:5", "activation/:17", "gated_activation/:13", "embedding/:3",
+        "select_rows/:3",
+    ),
+    "rows": ("rms_norm/:11", "add_rms_norm/:11", "rope_table/:3", "rope/:5"),
+    "linear": ("linear/skinny_64x64x128:41", "linear/split4:3", "linear/tiled:43", "linear/tma:33", "linear/gemv_8:91"),
+    "attention": ("paged_attention/tiled:11", "paged_attention/split:9", "paged_attention/decode:3"),
+}  # fmt: skip
+
+
+def interpret(script: str, *arguments: str) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=_HERE,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("group", _GROUPS)
+def test_kernels_match_the_reference(group: str) -> None:
+    rows = interpret("interpret_cuda.py", *_GROUPS[group])
+    assert {r["op"] for r in rows} == {g.partition("/")[0] for g in _GROUPS[group]}
+    assert not [r for r in rows if r["problem"] is not None]
+    assert len(rows) > 5
+
+
+def test_sampling_equals_the_numpy_sampler() -> None:
+    rows = interpret("interpret_sample.py")
+    assert len(rows) > 15
+    assert not [r for r in rows if r["got"] != r["expected"]]
+
+
+@pytest.mark.parametrize("op_name", sorted(set(OPS) - TRACE_ONLY_OPS - _NOT_ON_CUDA))
+@pytest.mark.parametrize("sm", [80, 90])
+def test_some_tactic_runs_every_case_of_usual_shape(op_name: str, sm: int) -> None:
+    assert any(t.batch_invariant and not t.decode_only and not t.max_rows for t in cuda_tactics(op_name))
+    names = [t.name for t in cuda_tactics(op_name)]
+    assert len(set(names)) == len(names)
+    for case in cases(op_name):
+        types = (*case.signature.inputs, *case.signature.outputs)
+        odd = any(t.dtype == "int64" or (len(t.shape) > 2 and int(t.shape[-1]) % 16) for t in types)
+        page_is_odd = case.tokens_per_page & (case.tokens_per_page - 1)
+        reasons = [
+            t.unsupported(case.signature, CudaTarget(sm, 100, 166912, case.tokens_per_page))
+            for t in cuda_tactics(op_name)
+            if not t.decode_only
+        ]
+        assert all(reasons) if odd or page_is_odd else not all(reasons), (case.label, reasons)
