@@ -141,7 +141,8 @@ def make(folder: Path, sm: int, only: str | None, quick: bool, workers: int) -> 
                     specs.update((kernel_digest(s.kernel), s.kernel) for s in launches)
                     cases.append(
                         {
-                            "model": model, "label": label, "tactic": tactic.name, "rows": rows, "bucket": bucket,
+                            "model": model, "label": label, "tactic": tactic.name, "rows": rows,
+                            "bucket": bucket,
                             "signature": asdict(case.signature), "sequences": case.sequences,
                             "workspace_bytes": tactic.workspace_bytes(case.signature, bucket, target),
                             "launches": [

@@ -17,6 +17,7 @@ from typing import Any
 
 import record
 import torch
+
 from tapeout.compiler.graph import from_numpy
 from tapeout.model_defs import ModelSource, open_model
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
@@ -70,7 +71,9 @@ def decode_rate(run: Callable[[int], float], batch: int, tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="what the engine was built from")
     parser.add_argument("--engine", required=True)
     parser.add_argument("--name", default="decode_cpu", help="of the record")
@@ -89,8 +92,12 @@ def main() -> None:
         for batch in map(int, args.batch.split(",")):
             rates: dict[str, list[float]] = {"hf": [], "engine": []}
             for _ in range(args.rounds):
-                rates["hf"].append(decode_rate(lambda n, b=batch: hf_seconds(model, ids, b, n), batch, args.tokens))
-                rates["engine"].append(decode_rate(lambda n, b=batch: engine_seconds(llm, ids, b, n), batch, args.tokens))
+                rates["hf"].append(
+                    decode_rate(lambda n, b=batch: hf_seconds(model, ids, b, n), batch, args.tokens)
+                )
+                rates["engine"].append(
+                    decode_rate(lambda n, b=batch: engine_seconds(llm, ids, b, n), batch, args.tokens)
+                )
             ratios = [e / h for e, h in zip(rates["engine"], rates["hf"], strict=True)]
             rows.append(
                 {

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 import record
+
 from tapeout.plugins.native import detect_host
 
 CHILD = """
@@ -37,20 +38,24 @@ print(json.dumps({"import_runtime_s": t1 - t0, "import_executor_s": t2 - t1, "lo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     rounds = []
     for _ in range(args.rounds):
-        child = subprocess.run([sys.executable, "-c", CHILD, args.engine], capture_output=True, text=True, check=True)
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD, args.engine], capture_output=True, text=True, check=True
+        )
         rounds.append(json.loads(child.stdout.splitlines()[-1]))
         print(rounds[-1], flush=True)
     keys = [k for k in rounds[0] if k.endswith("_s")]
     record.write(
         "startup_cpu",
         {
-            "what": "seconds from process start to first token, a new process a round, engine file in page cache",
+            "what": "seconds to the first token, a new process a round, engine file in page cache",
             "conditions": record.conditions(detect_host().threads),
             "median": {k: round(statistics.median(r[k] for r in rounds), 3) for k in keys},
             "heavy_modules_after_import": rounds[0]["heavy_modules"],

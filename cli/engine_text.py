@@ -140,7 +140,7 @@ def _signature(key: str, records: int) -> list[str]:
 
 def _times(timings: list[dict[str, Any]]) -> list[str]:
     """One row for each tactic, one column for each row count that was timed."""
-    timed = [t for t in timings if t.get("median_us") is not None]
+    timed = [t for t in timings if t.get("time_us") is not None]
     names = list(dict.fromkeys(name for t in timed for name in (t["tactic"], *t.get("losers", {}))))
     width = max(map(len, ["rows", *names]))
     lines: list[str] = []
@@ -160,7 +160,7 @@ def _times(timings: list[dict[str, Any]]) -> list[str]:
 
 def _cell(name: str, timing: dict[str, Any]) -> str:
     if name == timing["tactic"]:
-        return f" {_microseconds(timing['median_us']):>6}*"
+        return f" {_microseconds(timing['time_us']):>6}*"
     time = timing.get("losers", {}).get(name)
     return f" {'-' if time is None else _microseconds(time):>6} "
 

@@ -60,6 +60,7 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
     if not options.dry_run:
         check_output(output)
     host = detect_host()
+    cache = TimingCache.load(options.timing_cache)
     with stages("config", model):
         source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
         limits = resolve_limits(options, source.config.get_text_config())
@@ -75,7 +76,7 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
         if target.startswith("cuda:"):
             chosen = _choose_cuda(source, module, limits, target)
         else:
-            chosen = _choose_cpu(module, limits, host, options, stage)
+            chosen = _choose_cpu(module, limits, host, options, cache, stage)
     choices = chosen.choices
     program = plan_program(module, limits, choices.ranges)
     manifest = describe(source, module, options, target, dtype, limits, matches, choices.timed)
@@ -149,13 +150,16 @@ def _choose_cuda(source: ModelSource, module: Module, limits: Limits, target: st
     return _Chosen(Choices(plan.ranges, (), timed=False), plan.cubins, plan.table)
 
 
-def _choose_cpu(module: Module, limits: Limits, host: HostCpu, options: BuildOptions, stage: Stage) -> _Chosen:
+def _choose_cpu(
+    module: Module, limits: Limits, host: HostCpu, options: BuildOptions, cache: TimingCache, stage: Stage
+) -> _Chosen:
     """Tactics from the timing cache, timed where it has no answer, or untimed in a dry run."""
     signatures = signatures_of(module)
     kernels = compile_native(host.level)
     if options.dry_run:
-        return _Chosen(choose_untimed(signatures, limits, host, options.batch_invariant), {NATIVE_KERNELS: kernels})
-    cache = TimingCache.load(options.timing_cache)
+        return _Chosen(
+            choose_untimed(signatures, limits, host, options.batch_invariant), {NATIVE_KERNELS: kernels}
+        )
     machine = Machine(
         cpu=cpu_name(),
         level=host.level,

@@ -80,7 +80,9 @@ def plan_cuda(
         key: tuple(RangeLaunches(c.rows, c.workspace_bytes, kernels.launches(c.launches)) for c in row)
         for key, row in merged.items()
     }
-    sampling = tuple(RangeLaunches(rows, size, kernels.launches(l)) for rows, (l, size) in sample.items())
+    sampling = tuple(
+        RangeLaunches(rows, size, kernels.launches(specs)) for rows, (specs, size) in sample.items()
+    )
     everything = [*(r for row in ranges.values() for r in row), *sampling]
     table = LaunchTable(
         kernels=tuple(kernels.table),
@@ -169,13 +171,21 @@ class _Kernels:
             self.cubins[blob] = kernel.cubin
             self._index[key] = len(self.table)
             self.table.append(
-                Kernel(blob, kernel.symbol, kernel.threads, kernel.shared_bytes, kernel.scratch_bytes, kernel.num_scratch)
+                Kernel(
+                    blob,
+                    kernel.symbol,
+                    kernel.threads,
+                    kernel.shared_bytes,
+                    kernel.scratch_bytes,
+                    kernel.num_scratch,
+                )
             )
         return self._index[key]
 
     def scratch_bytes(self, range_: RangeLaunches) -> int:
         """The largest scratch a launch of the range wants: per block, times its blocks."""
         return max(
-            math.prod(d.blocks(range_.max_rows) for d in launch.grid) * self.table[launch.kernel].scratch_bytes
+            math.prod(d.blocks(range_.max_rows) for d in launch.grid)
+            * self.table[launch.kernel].scratch_bytes
             for launch in range_.launches
         )

@@ -42,8 +42,8 @@ class TacticTiming:
         signature: `OpSignature.key()`.
         rows: the anchor T (or R) that was timed.
         tactic: the winner.
-        median_us: the winner's time, None when nothing was timed.
-        losers: other valid tactics and their median times in microseconds.
+        time_us: the winner's time, None when nothing was timed.
+        losers: other valid tactics and their times in microseconds.
         rejected: tactics that could not run or gave wrong results, with the reason.
         cached: the figures come from the timing cache.
     """
@@ -51,7 +51,7 @@ class TacticTiming:
     signature: str
     rows: int
     tactic: str
-    median_us: float | None
+    time_us: float | None
     losers: Mapping[str, float] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
     cached: bool = False

@@ -46,8 +46,9 @@ def cuda_target(target: str) -> CudaTarget:
     else:
         known = {f"sm_{s.sm}": s for s in sorted(SKUS.values(), key=lambda s: -s.sm_count)}
         if name not in known:
+            names = ", ".join((*SKUS, *sorted(known)))
             raise UnsupportedError(
-                f"target {target!r} is unknown, expected cuda: and one of {', '.join((*SKUS, *sorted(known)))}",
+                f"target {target!r} is unknown, expected cuda: and one of {names}",
                 hint="tapeout has kernels for these compute capabilities only",
             )
         sku = known[name]

@@ -76,7 +76,7 @@ class TimingCache:
             return None
         self.hits += 1
         return {
-            name: Outcome(entry[name].get("median_us"), entry[name].get("reason")) for name in sorted(tactics)
+            name: Outcome(entry[name].get("time_us"), entry[name].get("reason")) for name in sorted(tactics)
         }
 
     def put(self, signature: str, machine: Machine, rows: int, outcomes: dict[str, Outcome]) -> None:
@@ -85,7 +85,7 @@ class TimingCache:
         entry = self.entries.setdefault(key, {"signature": signature, "machine": vars(machine), "rows": {}})
         known = entry["rows"].setdefault(str(rows), {})
         known |= {
-            name: {"median_us": o.median_us} if o.median_us is not None else {"reason": o.reason}
+            name: {"time_us": o.time_us} if o.time_us is not None else {"reason": o.reason}
             for name, o in outcomes.items()
         }
 
@@ -96,6 +96,7 @@ class TimingCache:
         """
         if self.path is None or not self.misses:
             return
+        self._keep_what_others_measured()
         data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
@@ -111,6 +112,13 @@ class TimingCache:
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _keep_what_others_measured(self) -> None:
+        """Take over entries that another build wrote meanwhile; this build's own win."""
+        for key, theirs in TimingCache.load(self.path).entries.items():
+            rows = self.entries.setdefault(key, theirs)["rows"]
+            for count, outcomes in theirs["rows"].items():
+                rows[count] = {**outcomes, **rows.get(count, {})}
 
 
 def _checked(entries: Any) -> dict[str, dict[str, Any]]:
@@ -128,7 +136,7 @@ def _checked(entries: Any) -> dict[str, dict[str, Any]]:
 def _is_outcome(outcome: Any) -> bool:
     if not isinstance(outcome, dict):
         return False
-    time, reason = outcome.get("median_us"), outcome.get("reason")
+    time, reason = outcome.get("time_us"), outcome.get("reason")
     if time is None:
         return isinstance(reason, str)
     return isinstance(time, (int, float)) and math.isfinite(time) and time >= 0

@@ -142,8 +142,8 @@ class _Timer:
                 outcomes[tactic.name] = failure(error)
                 continue
             outcome = measure(tactic, self.signature, case, expected, prepared, self.kernels, best_us)
-            if outcome.median_us is not None:
-                best_us = min(best_us, outcome.median_us)
+            if outcome.time_us is not None:
+                best_us = min(best_us, outcome.time_us)
             outcomes[tactic.name] = outcome
         return outcomes
 
@@ -157,7 +157,7 @@ class _Timer:
 def _winners(key: str, outcomes: Mapping[int, Mapping[str, Outcome]], one_for_all: bool) -> dict[int, str]:
     """The fastest tactic by rows; with `one_for_all` the one with the least time summed over anchors."""
     valid = {
-        rows: {name: o.median_us for name, o in row.items() if o.median_us is not None}
+        rows: {name: o.time_us for name, o in row.items() if o.time_us is not None}
         for rows, row in outcomes.items()
     }
     if one_for_all:
@@ -172,7 +172,7 @@ def _winners(key: str, outcomes: Mapping[int, Mapping[str, Outcome]], one_for_al
                 f"  {rows} rows, {name}: {o.reason}"
                 for rows in failed
                 for name, o in outcomes[rows].items()
-                if o.median_us is None
+                if o.time_us is None
             ],
         )
     return {rows: min(v, key=lambda name: (v[name], name)) for rows, v in valid.items()}
@@ -203,6 +203,6 @@ def _report(
     rejected: Mapping[str, str],
     cached: bool,
 ) -> TacticTiming:
-    failed = {name: str(o.reason) for name, o in outcomes.items() if o.median_us is None}
-    losers = {name: o.median_us for name, o in outcomes.items() if o.median_us is not None and name != winner}
-    return TacticTiming(key, rows, winner, outcomes[winner].median_us, losers, {**rejected, **failed}, cached)
+    failed = {name: str(o.reason) for name, o in outcomes.items() if o.time_us is None}
+    losers = {name: o.time_us for name, o in outcomes.items() if o.time_us is not None and name != winner}
+    return TacticTiming(key, rows, winner, outcomes[winner].time_us, losers, {**rejected, **failed}, cached)

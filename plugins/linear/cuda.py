@@ -219,7 +219,8 @@ class PersistentLinear(_Linear):
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         tile, n = self.tile, int(signature.weights[0].shape[0])
         constants = {
-            **self._constants(signature), "BLOCK_M": tile.t, "GROUP_M": tile.group_m, "SUBTILES": tile.subtiles,
+            **self._constants(signature), "BLOCK_M": tile.t, "GROUP_M": tile.group_m,
+            "SUBTILES": tile.subtiles,
         }  # fmt: skip
         blocks = min(target.sm_count, ceil_div(rows, tile.t) * ceil_div(n, tile.n))
         arguments = self._arguments(signature, with_partial=False)

@@ -85,7 +85,9 @@ class _PagedAttention(TritonTactic):
         softcap, scale = float(attrs["softcap"]), float(attrs["scale"])
         sinks = pointer("sinks", signature.weights[0].dtype, Arg("weight", 0)) if signature.weights else None
         arguments = [
-            *(pointer(n, t.dtype, Arg("input", i)) for i, (n, t) in enumerate(zip("qkv", (q, k, v), strict=True))),
+            pointer("q", q.dtype, Arg("input", 0)),
+            pointer("k", k.dtype, Arg("input", 1)),
+            pointer("v", v.dtype, Arg("input", 2)),
             pointer("out", out.dtype, Arg("output", 0)),
             sinks or pointer("sinks", q.dtype, Arg("input", 0)),  # absent: never read
             *(step(n) for n in ("counts", "positions", "cu_q", "kv_lens", "row_seqs", "page_table")),
@@ -164,7 +166,8 @@ class Tiled(_PagedAttention):
 class Split(_PagedAttention):
     """Sequences of one row split over blocks along their cache, all others through `context`.
 
-    Without a context tile it is for decode-only buckets. The number of splits follows the bucket, so that few rows still fill the device.
+    Without a context tile it is for decode-only buckets. The number of splits follows the
+    bucket, so that few rows still fill the device.
     """
 
     batch_invariant = False
@@ -226,9 +229,9 @@ class Split(_PagedAttention):
             "SPLITS": splits,
         }
         names = (
-            "q", "out", "sinks", "partial", "partial_ml", "counts", "cu_q", "kv_lens", "row_seqs", "page_table",
-            "kv_pool", "q_row", "q_group", "out_row", "out_group", "scale", "softcap", "window", "layers",
-            "layer", "max_pages",
+            "q", "out", "sinks", "partial", "partial_ml", "counts", "cu_q", "kv_lens", "row_seqs",
+            "page_table", "kv_pool", "q_row", "q_group", "out_row", "out_group", "scale", "softcap", "window",
+            "layers", "layer", "max_pages",
         )  # fmt: skip
         return launch(
             "paged_attention.triton:decode",

@@ -192,8 +192,8 @@ def combine(
 
 @triton.jit
 def context_range(
-    queries, m, total, acc, low, high, position, kv_pool, pages, kv_len, scale, softcap, window, layers, layer,
-    kv_head, d, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    queries, m, total, acc, low, high, position, kv_pool, pages, kv_len, scale, softcap, window, layers,
+    layer, kv_head, d, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend over the blocks of tokens in [low, high)."""
@@ -268,8 +268,8 @@ def context(
                 layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, False,
             )  # fmt: skip
             m, total, acc = context_range(
-                queries, m, total, acc, middle, high, position, kv_pool, pages, kv_len, scale, softcap, window,
-                layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, True,
+                queries, m, total, acc, middle, high, position, kv_pool, pages, kv_len, scale, softcap,
+                window, layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, True,
             )  # fmt: skip
             if SINKS:
                 total, keep = add_sinks(m, total, sinks, head, mine)

@@ -35,7 +35,7 @@ def device_unsupported(params: SamplingParams) -> str | None:
 
 
 def state_words(params: SamplingParams) -> np.ndarray:
-    """int32 [SAMPLE_STATE_WORDS] of a request; raises UnsupportedError for what `device_unsupported` names."""
+    """int32 [SAMPLE_STATE_WORDS] of a request; UnsupportedError for what `device_unsupported` names."""
     if reason := device_unsupported(params):
         raise UnsupportedError(f"sampling parameters cannot be put on the device: {reason}")
     words = np.zeros(SAMPLE_STATE_WORDS, dtype=np.int32)

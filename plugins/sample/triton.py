@@ -151,7 +151,7 @@ def draw(logits, state, position, highest, temperature, VALID: tl.constexpr, BLO
     """choose.choose_id of one row of logits."""
     top_k = tl.load(state + 3)
     top_p, min_p = load_double(state + 4), load_double(state + 6)
-    border = -2147483647  # of the order: everything
+    border = tl.full((), -2147483647, tl.int32)  # of the order: everything
     if (top_k > 0) & (top_k < VALID):
         # The largest border that keeps at least top_k ids: their lowest value and its equals.
         low, high = tl.full((), -2147483647, tl.int64), tl.full((), 1, tl.int64)

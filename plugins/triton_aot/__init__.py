@@ -9,8 +9,8 @@ from tapeout.plugins.triton_aot.compile import (
     KernelResources,
     compile_all,
     compile_kernel,
-    kernel_digest,
 )
+from tapeout.plugins.triton_aot.digest import kernel_digest
 
 __all__ = [
     "SCRATCH_TYPES",

@@ -1,4 +1,4 @@
-"""Operands that check a CUDA tactic: windows of wider rows, poisoned outputs, padded buckets, stale step arrays.
+"""Operands that check a CUDA tactic: windows of wider rows, poisoned outputs, padded buckets, stale arrays.
 
 Used by Triton's interpreter on the CPU and by the check on a GPU (`device`). Needs torch, not Triton.
 """
@@ -105,7 +105,9 @@ def bind(
     pool_after = None
     if state is not None:  # the reference wrote the cache; the tactic gets the one before
         pool_after = state.kv_pool
-        step["kv_pool"] = _state(case, device, seed).kv_pool
+        fresh = _state(case, device, seed)
+        assert fresh is not None
+        step["kv_pool"] = fresh.kv_pool
     workspace = torch.zeros(max(16, workspace_bytes), dtype=torch.uint8, device=device)
     operands = Operands(
         tuple(strided(t, len(t) + bucket - rows) for t in inputs), weights, outputs, step, workspace,
@@ -118,7 +120,7 @@ def bind(
 def _made(
     signature: OpSignature, group: str, leading: dict[str, int], generator: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    """Random inputs or weights, made on the generator's device: an 8B model's head takes seconds elsewhere."""
+    """Random inputs or weights, made where the generator is: an 8B model's head takes seconds on a CPU."""
     names = [n.rstrip("?") for n in getattr(OPS[signature.op], group)]
     limits = {"token_ids": signature.weights[0].shape[0] if signature.weights else 1, "row_ids": leading["T"]}
     made = []

@@ -87,7 +87,7 @@ def write_report(engine: Path, **changes: object) -> list[dict[str, object]]:
     sizes = json.loads(ok(inspect(engine, "--json")))["sizes"]
     losers = [{"native": 4.5}, {}, {"native": 1234.5}]
     timings: list[dict[str, object]] = [
-        {"rows": rows, "tactic": "aten", "median_us": 3.25 * rows, "losers": others, "rejected": {}}
+        {"rows": rows, "tactic": "aten", "time_us": 3.25 * rows, "losers": others, "rejected": {}}
         for rows, others in zip((1, 8, 64), losers, strict=True)
     ]
     timings[1]["rejected"] = {"native": "NaN"}
@@ -124,7 +124,7 @@ def test_times_come_from_the_report_beside_the_engine(engine: Path) -> None:
 
 
 def test_many_anchors_fold(engine: Path) -> None:
-    timing = {"signature": SIGNATURE, "tactic": "aten", "median_us": 99999.9}
+    timing = {"signature": SIGNATURE, "tactic": "aten", "time_us": 99999.9}
     write_report(engine, tactics=[{**timing, "rows": 1 << i} for i in range(13)])
     out = ok(inspect(engine))
     assert max(map(len, out.splitlines())) <= 100

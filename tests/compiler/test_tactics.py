@@ -104,7 +104,7 @@ def test_the_fastest_wins_and_equal_neighbours_merge(choose: Callable[..., Choic
     assert ranges(choices) == [(2, "a"), (8, "b"), (16, "a")]
     assert [t.rows for t in choices.timings] == ROWS
     third = choices.timings[2]
-    assert (third.tactic, third.median_us, third.losers, third.rejected) == ("b", 2, {"a": 5}, {})
+    assert (third.tactic, third.time_us, third.losers, third.rejected) == ("b", 2, {"a": 5}, {})
 
 
 def test_one_winner_is_one_range(choose: Callable[..., Choices]) -> None:
@@ -229,7 +229,7 @@ class TestCache:
 
     def test_real_times_are_rounded_before_they_decide(self, choose: Callable[..., Choices]) -> None:
         for timing in choose(Fake("a"), Fake("b")).timings:
-            for time in (timing.median_us, *timing.losers.values()):
+            for time in (timing.time_us, *timing.losers.values()):
                 assert time == round(float(time), 3)
 
     @pytest.mark.parametrize("field", ["cpu", "level", "threads", "kernels", "torch", "conditions"])
@@ -294,8 +294,8 @@ class TestCache:
             b'{"version": 1, "entries": {"k": 3}}',
             b'{"version": 1, "entries": {"k": {"rows": []}}}',
             b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {}}}}}}',
-            b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"median_us": "fast"}}}}}}',
-            b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"median_us": NaN}}}}}}',
+            b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"time_us": "fast"}}}}}}',
+            b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"time_us": NaN}}}}}}',
         ],
     )
     def test_a_file_that_is_none_is_refused(self, tmp_path: Path, content: bytes) -> None:

@@ -111,19 +111,7 @@ def smollm2_processes(
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
         started[name] = (subprocess.Popen([*map(str, command)], **pipes), folder)
 
-    dev = os.environ.get("E2E_DEV_FOLDER")
-    if dev:
-        for n in ("fp32", "variants"):
-            started[n] = (
-                subprocess.Popen(
-                    ["cat", f"{dev}/{n}.out"],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    encoding="utf-8",
-                ),
-                Path(dev),
-            )
-    elif needed:
+    if needed:
         model = request.getfixturevalue("smollm2_gguf")
         if "smollm2_build" in needed:
             arguments = [model, "-o", folder / "fp32.engine", "--timing-cache", cache / "fp32.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,8 @@ def test_a_stop_text_that_spans_tokens_is_cut_exactly(ask: Callable[..., dict[st
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     pieces = [delta.outputs[0].text for delta in tiny.stream(PROMPT, params)]
     whole = "".join(pieces)
-    stop = next(
-        a[-1] + b[0]
-        for a, b in zip(pieces[4:], pieces[5:], strict=False)
-        if (a + b).isprintable() and a and b
-    )
+    clean = [(a, b) for a, b in pairwise(pieces[4:]) if a and b and (a + b).isprintable()]
+    stop = clean[0][0][-1] + clean[0][1][0]
     answer = ask("--max-tokens", "48", "--ignore-eos", "--stop", "nowhere in it", "--stop", stop)
     assert answer["text"] == whole[: whole.index(stop)]
     assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", stop)

@@ -49,7 +49,7 @@ def signatures() -> tuple[OpSignature, ...]:
                   {"scaling": 1.0, "dtype": "bfloat16"}),
         signature("rope", (act(40, 128), act(128)), (act(40, 128),), attrs={"interleaved": False}),
         signature("linear", (row,), (act(6144),), (TensorType("bfloat16", (6144, 4096)),)),
-        signature("paged_attention", (act(32, 128), act(8, 128), act(8, 128)), (act(32, 128),), attrs=attention),
+        signature("paged_attention", (act(32, 128), *[act(8, 128)] * 2), (act(32, 128),), attrs=attention),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def main() -> None:
                 launch(spec, bound.operands, bucket)
             problem, error = bound.problem()
             line = {"op": op, "tactic": tactic.name, "case": case.label, "rows": rows, "problem": problem}
-            print(json.dumps({**line, "error": error}), flush=True)
+            sys.stdout.write(json.dumps({**line, "error": error}) + "\n")
 
 
 if __name__ == "__main__":

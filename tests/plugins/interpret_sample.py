@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -74,9 +75,13 @@ def check(dtype: torch.dtype, seed: int) -> None:
         expected = [int(wanted.token_ids[r]), int(finite), int(wanted.token_ids[r])]
         got.append(int(step["token_ids"][r]))
         expected.append(expected[0] if r % 2 == 0 else 3 + r // 2)
-        print(json.dumps({"case": f"{kind.dtype} {seed}", "row": r, "got": got, "expected": expected}))
+        sys.stdout.write(
+            json.dumps({"case": f"{kind.dtype} {seed}", "row": r, "got": got, "expected": expected}) + "\n"
+        )
     untouched = step["out_ids"][rows:].tolist() + [int(x) for x in step["last_ids"] if int(x) == -7]
-    print(json.dumps({"case": f"{kind.dtype} {seed}", "row": -1, "got": untouched, "expected": [-7] * 4}))
+    sys.stdout.write(
+        json.dumps({"case": f"{kind.dtype} {seed}", "row": -1, "got": untouched, "expected": [-7] * 4}) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_spec_errors_are_all_named() -> None:
         assert part in str(caught.value)
     with pytest.raises(UnsupportedError, match="no Triton kernel 'nothing'"):
         compile_kernel(replace(spec, function="nothing"), 90)
-    with pytest.raises(TapeoutError, match="rope_table.*sm_90"):
+    with pytest.raises(TapeoutError, match=r"rope_table.*sm_90"):
         compile_kernel(replace(spec, constants={**spec.constants, "BLOCK": 33}), 90)
 
 

@@ -7,6 +7,7 @@ loaded by `open_device`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,8 @@ class Device:
             self._device = check(cu.cuDeviceGet(ordinal), f"opening GPU {ordinal}")
         except (RuntimeError, TapeoutError) as error:
             raise EngineIncompatibleError(
-                f"no usable NVIDIA GPU: {error}", hint="a cuda engine needs a GPU and its driver; nvidia-smi shows both"
+                f"no usable NVIDIA GPU: {error}",
+                hint="a cuda engine needs a GPU and its driver; nvidia-smi shows both",
             ) from error
         self.facts = self._facts()
         self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
@@ -89,7 +91,9 @@ class DeviceMemory:
 
     def __init__(self, size_bytes: int, what: str) -> None:
         self.size_bytes = size_bytes
-        self.address = int(check(cu.cuMemAlloc(max(size_bytes, 256)), f"allocating {size_bytes:,} bytes for {what}"))
+        self.address = int(
+            check(cu.cuMemAlloc(max(size_bytes, 256)), f"allocating {size_bytes:,} bytes for {what}")
+        )
 
     def zero(self) -> None:
         check(cu.cuMemsetD8(self.address, 0, max(self.size_bytes, 256)), "clearing memory")
@@ -106,7 +110,7 @@ class PinnedMemory:
     def __init__(self, size_bytes: int) -> None:
         self.address = int(check(cu.cuMemHostAlloc(size_bytes, 0), f"pinning {size_bytes:,} bytes"))
         buffer = (ctypes.c_uint8 * size_bytes).from_address(self.address)
-        self.array: np.ndarray = np.frombuffer(buffer, np.uint8)
+        self.array: np.ndarray = np.ctypeslib.as_array(buffer)
 
     def close(self) -> None:
         if self.address:
@@ -161,7 +165,18 @@ def load_function(cubin: bytes, symbol: str, shared_bytes: int) -> Any:
     return function
 
 
-def launch(function: Any, grid: tuple[int, int, int], threads: int, shared: int, stream: Stream, values: list, types: list) -> None:
+def launch(
+    function: Any,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared: int,
+    stream: Stream,
+    values: Sequence[int | float],
+    types: Sequence[type],
+) -> None:
     """One kernel launch, or one node while a stream is captured."""
     params = (tuple(values), tuple(types))
-    check(cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream.handle, params, 0), "launching a kernel")
+    check(
+        cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream.handle, params, 0),
+        "launching a kernel",
+    )

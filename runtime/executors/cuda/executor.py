@@ -32,7 +32,9 @@ def device_memory_left(engine: Engine, device: int = 0) -> int:
     finally:
         gpu.close()
     weights = sum(info.size_bytes for info in engine.weights.values())
-    fixed = weights + engine.program.arena_bytes + engine.launches.workspace_bytes + engine.launches.scratch_bytes
+    fixed = (
+        weights + engine.program.arena_bytes + engine.launches.workspace_bytes + engine.launches.scratch_bytes
+    )
     return max(free - fixed, 0)
 
 
@@ -73,9 +75,15 @@ class CudaExecutor:
         limits, kv = self.limits, engine.manifest.kv_cache
         kv_bytes = num_pages * kv.page_bytes(limits.tokens_per_page)
         lines = [
-            BudgetLine("weights", sum(w.size_bytes for w in engine.weights.values()), "build with a smaller --dtype"),
+            BudgetLine(
+                "weights", sum(w.size_bytes for w in engine.weights.values()), "build with a smaller --dtype"
+            ),
             BudgetLine("arena", engine.program.arena_bytes, "build with a lower --max-num-tokens"),
-            BudgetLine("workspace", table.workspace_bytes + table.scratch_bytes, "build with a lower --max-num-tokens"),
+            BudgetLine(
+                "workspace",
+                table.workspace_bytes + table.scratch_bytes,
+                "build with a lower --max-num-tokens",
+            ),
             BudgetLine(f"kv cache ({num_pages} pages)", kv_bytes, "give the KV cache fewer tokens or bytes"),
         ]
         free = self._device.free_bytes()
@@ -123,7 +131,9 @@ class CudaExecutor:
 
     def _queue(self, inputs: StepInputs) -> None:
         if not 0 < len(inputs.token_ids) <= self.limits.max_num_tokens:
-            raise TapeoutError(f"{len(inputs.token_ids)} token rows, expected 1 to {self.limits.max_num_tokens}")
+            raise TapeoutError(
+                f"{len(inputs.token_ids)} token rows, expected 1 to {self.limits.max_num_tokens}"
+            )
         self._device.make_current()
         self._steps.upload(inputs, self._stream)
         bucket = self._replay.bucket(len(inputs.token_ids), max(1, len(inputs.row_ids)))
@@ -132,7 +142,9 @@ class CudaExecutor:
     def _sample_on_host(self, inputs: StepInputs) -> StepResult:
         logits = self._download_logits(len(inputs.row_ids))
         sampled = self._sampler.sample(logits, inputs.row_slots, inputs.positions[inputs.row_ids])
-        self._state.set_last_ids(inputs.row_slots, np.where(sampled.finite, sampled.token_ids, 0), self._stream)
+        self._state.set_last_ids(
+            inputs.row_slots, np.where(sampled.finite, sampled.token_ids, 0), self._stream
+        )
         return StepResult(sampled.token_ids, sampled.logprobs, sampled.finite)
 
     def _download_logits(self, rows: int) -> np.ndarray:
@@ -232,4 +244,6 @@ class _Step:
 def _is_plain_greedy(params: SamplingParams) -> bool:
     """Whether the device's argmax is all the request needs."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return params.greedy and penalties == (1.0, 0.0, 0.0) and params.min_tokens == 0 and params.logprobs is None
+    return (
+        params.greedy and penalties == (1.0, 0.0, 0.0) and params.min_tokens == 0 and params.logprobs is None
+    )

@@ -35,7 +35,9 @@ class Memory:
 class Replay:
     """Captures one graph for each bucket on first use and keeps it."""
 
-    def __init__(self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory) -> None:
+    def __init__(
+        self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory
+    ) -> None:
         self._program, self._table, self._memory = program, table, memory
         self._buffers = {b.name: b for b in program.buffers}
         self._functions = [load_function(cubins[k.blob], k.symbol, k.shared_bytes) for k in table.kernels]
@@ -77,7 +79,7 @@ class Replay:
 
     def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
         kernel = self._table.kernels[item.kernel]
-        grid = tuple(dim.blocks(rows) for dim in item.grid)
+        x, y, z = (dim.blocks(rows) for dim in item.grid)
         values, types = [], []
         for argument in item.args:
             value, type_ = self._argument(argument, record)
@@ -86,7 +88,7 @@ class Replay:
         for index in range(kernel.scratch_pointers):
             values.append(self._scratch() if index == 0 and kernel.scratch_bytes else 0)
             types.append(ctypes.c_void_p)
-        launch(self._functions[item.kernel], grid, kernel.threads, kernel.shared_bytes, stream, values, types)
+        launch(self._functions[item.kernel], (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types)
 
     def _argument(self, argument: KernelArg, record: Record | None) -> tuple[int | float, type]:
         memory, kind = self._memory, argument.kind
