@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml setup.py
 	  echo "hint: name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[build,cpu,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[build,cpu,cuda,dev]"
 	@touch $@
 
 model: $(VENV)/.model
@@ -71,7 +71,8 @@ docs: env
 	$(BIN)/python docs/generate_cli.py
 
 bench: $(ENGINE)
-	@for x in benchmarks/*.py; do echo "$$x"; $(BIN)/python $$x || exit 1; done
+	$(BIN)/python benchmarks/startup_cpu.py --engine $(ENGINE)
+	$(BIN)/python benchmarks/decode_cpu.py $(SMOLLM2) --engine $(ENGINE) --name decode_cpu_float32
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

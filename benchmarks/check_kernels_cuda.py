@@ -318,7 +318,7 @@ def run(folder: Path, only: str | None) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    action = parser.add_mutually_exclusive_group(required=True)
+    action = parser.add_mutually_exclusive_group()
     action.add_argument("--make", type=Path, metavar="DIR", help="compile a pack here; needs Triton")
     action.add_argument("--run", type=Path, metavar="DIR", help="check and time a pack here; needs a GPU")
     parser.add_argument("--sm", type=int, default=90, choices=sorted(SM_COUNTS))
@@ -328,8 +328,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.make:
         make(options.make, options.sm, options.op, options.quick, options.workers)
-    else:
+    elif options.run:
         sys.exit(1 if run(options.run, options.op) else 0)
+    else:
+        print("nothing to do: name --make DIR (needs Triton) or --run DIR (needs a GPU)")
 
 
 if __name__ == "__main__":

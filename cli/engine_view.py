@@ -38,10 +38,7 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
             "buffers": len(program.buffers),
             "arena_bytes": program.arena_bytes,
             "kv_page_bytes": page_bytes,
-            # every request of a full batch may reach the longest sequence
-            "kv_cache_bytes": limits.max_batch_size
-            * -(-limits.max_seq_len // limits.tokens_per_page)
-            * page_bytes,
+            "kv_cache_bytes": limits.pool_pages * page_bytes,
         },
         "tactics": [
             {

@@ -83,15 +83,16 @@ def plan_cuda(
     sampling = tuple(
         RangeLaunches(rows, size, kernels.launches(specs)) for rows, (specs, size) in sample.items()
     )
+    filling = kernels.launches(fill)
     everything = [*(r for row in ranges.values() for r in row), *sampling]
     table = LaunchTable(
-        kernels=tuple(kernels.table),
+        kernels=tuple(kernels.table),  # complete: every launch has been numbered above
         ranges=ranges,
         row_buckets=buckets(limits.max_num_tokens),
         logit_buckets=buckets(limits.max_batch_size),
         workspace_bytes=_aligned(max(r.workspace_bytes for r in everything)),
         scratch_bytes=max(kernels.scratch_bytes(r) for r in everything),
-        fill=kernels.launches(fill),
+        fill=filling,
         sample=sampling,
     )
     tactics = {key: tuple(TacticRange(c.rows, c.tactic.name) for c in row) for key, row in merged.items()}
@@ -128,6 +129,8 @@ def _default_tactic(
     reasons, usable = {}, []
     for tactic in cuda_tactics(signature.op):
         reason = tactic.unsupported(signature, target)
+        if reason is None and tactic.decode_only:
+            reason = "buckets hold prefill and decode rows alike"
         if reason is None:
             usable.append(tactic)
         else:

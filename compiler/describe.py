@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from importlib.metadata import version
 
 from tapeout.compiler.ir import IR_VERSION, Module
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.plan import ITEM_BYTES
 from tapeout.compiler.report import MemoryPlan
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.native import source_digest
 from tapeout.plugins.triton_aot.digest import triton_version
+from tapeout.runtime.engine.container import tensor_bytes
 from tapeout.runtime.engine.manifest import (
     FORMAT_VERSION,
     KvCacheLayout,
@@ -95,11 +94,10 @@ def texts_of(source: ModelSource, module: Module) -> dict[str, bytes]:
 def memory_plan(weights: Mapping[str, WeightRef], program: Program, manifest: Manifest) -> MemoryPlan:
     """Bytes at run time, with a cache in which every request may reach its longest."""
     limits = manifest.limits
-    pages = limits.max_batch_size * -(-limits.max_seq_len // limits.tokens_per_page)
     return MemoryPlan(
-        weights_bytes=sum(math.prod(ref.shape) * ITEM_BYTES[ref.dtype] for ref in weights.values()),
+        weights_bytes=sum(tensor_bytes(ref.dtype, ref.shape) for ref in weights.values()),
         arena_bytes=program.arena_bytes,
-        kv_cache_bytes=pages * manifest.kv_cache.page_bytes(limits.tokens_per_page),
+        kv_cache_bytes=limits.pool_pages * manifest.kv_cache.page_bytes(limits.tokens_per_page),
     )
 
 

@@ -109,8 +109,8 @@ def stage_engine(
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
     digest; `launches` belongs to cuda engines. `manifest.weights` is filled in here. What is
-    staged can be opened like any engine; `commit` gives it its name. Same arguments, same bytes. Peak memory: one recipe's result plus
-    its largest source.
+    staged can be opened like any engine; `commit` gives it its name. Same arguments, same bytes.
+    Peak memory: one recipe's result plus its largest source.
 
     Raises UsageError for an unusable path, TapeoutError when the program is unsound, a recipe
     fails or the disk is full.

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-aten = torch.ops.aten
+from tapeout.compiler.graph import aten
+from tapeout.compiler.passes.canonicalize import canonicalize_nodes
+
 _COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 
 
@@ -48,7 +50,6 @@ def make_pattern(
 
     Literals are captured on a match, fixed arguments are part of the pattern.
     """
-    from tapeout.compiler.passes.canonicalize import canonicalize_nodes
 
     class Decomposition(nn.Module):
         def forward(self, *args: torch.Tensor) -> Any:

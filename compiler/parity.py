@@ -23,6 +23,7 @@ from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine.manifest import Limits, ModelFacts
 from tapeout.runtime.engine.reader import Engine, open_engine
 from tapeout.runtime.executors import load_executor
+from tapeout.runtime.kv_cache import pages_for
 from tapeout.runtime.step import StepInputs
 
 PROMPTS = (
@@ -105,7 +106,7 @@ def _tokens(source: ModelSource, count: int) -> np.ndarray:
 def _engine_logits(engine: Engine, tokens: np.ndarray, prompt: int) -> np.ndarray:
     """[prompts, tokens after `prompt` and one, vocab] from the engine, through its paged cache."""
     limits = engine.manifest.limits
-    pages = -(-tokens.shape[1] // limits.tokens_per_page)
+    pages = pages_for(tokens.shape[1], limits.tokens_per_page)
     executor = load_executor(engine, num_pages=pages * limits.max_batch_size, release_weights=True)
     try:
         groups = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.graph import Graph
+from tapeout.compiler.near_miss import near_misses
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.passes.canonicalize import canonicalize
 from tapeout.compiler.passes.fold_scalars import fold_scalars
@@ -76,7 +77,8 @@ def run_passes(
         after_each: called with the pass name and the graph (tests execute it there).
 
     Raises:
-        UnsupportedError: a pass matched another number of places than the facts say.
+        UnsupportedError: a pass matched another number of places than the facts say; places that
+            look like a match and were left are named with their module.
     """
     counts = {}
     if dump is not None:
@@ -92,13 +94,20 @@ def run_passes(
             _dump(graph, dump / f"{index:02}_{name}.txt")
         want = expected.get(name)
         if want is not None and counts[name] != want:
-            raise UnsupportedError(
-                f"pass {name} matched {counts[name]} places, the model's config says {want}",
-                hint=f"compare with --dump what the graph looks like before {name}",
-            )
+            raise _wrong_count(graph, name, counts[name], want)
         if after_each is not None:
             after_each(name, graph)
     return counts
+
+
+def _wrong_count(graph: Graph, name: str, count: int, want: int) -> UnsupportedError:
+    left = near_misses(graph, name) if count < want else []
+    places = "".join(f"\n  {place}" for place in left)
+    return UnsupportedError(
+        f"pass {name} matched {count} places, expected {want} from the model's config"
+        + (f"; not matched:{places}" if places else ""),
+        hint=f"build with --dump DIR and compare what the graph looks like before {name}",
+    )
 
 
 def _dump(graph: Graph, path: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from tapeout.compiler.ir import Module, Node, Operand, Value, whole
 from tapeout.compiler.memory_plan import BufferRequest, plan_arena
 from tapeout.plugins.cpu import OpSignature, TensorType
+from tapeout.runtime.engine.container import tensor_bytes
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import Buffer, Program, Record, TacticRange, View
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "int8": 1}
 
 # Attributes that say which instance an op is, not how it computes: all layers share one choice.
 _INSTANCE_ATTRS = frozenset({"layer"})
@@ -87,9 +85,7 @@ def _requests(module: Module, limits: Limits) -> list[BufferRequest]:
 
 
 def _bytes(value: Value, limits: Limits) -> int:
-    return (
-        max_rows(value.shape, limits) * math.prod(int(d) for d in value.shape[1:]) * ITEM_BYTES[value.dtype]
-    )
+    return tensor_bytes(value.dtype, (max_rows(value.shape, limits), *(int(d) for d in value.shape[1:])))
 
 
 def _whole_view(value: Value) -> View:

@@ -17,7 +17,7 @@ def open_model(
     Args:
         model: HF directory, `.gguf` file, or hub id `org/name` (a path wins over an id).
         trust_remote_code: whether Python code from the model's folder may run.
-        revision: branch, tag or commit of a hub id.
+        revision: branch, tag or commit of a hub id; refused for a path, which has none.
         cache_dir: hub cache; the default follows HF_HOME.
 
     Errors: UsageError for what is missing or damaged, UnsupportedError for what cannot be built.
@@ -26,6 +26,11 @@ def open_model(
     from tapeout.model_defs.hf_directory import open_hf_directory
 
     path = Path(model).expanduser()
+    if revision is not None and path.exists():
+        raise UsageError(
+            f"revision {revision!r} was given, but model {model!r} is a path and has no revisions",
+            hint="leave out --revision, or give the model's hub id (org/name)",
+        )
     if path.is_dir():
         return open_hf_directory(path, trust_remote_code=trust_remote_code)
     if path.is_file():

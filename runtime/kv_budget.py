@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from tapeout.plugins.errors import CapacityError, UsageError
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.kv_cache import pages_for
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,12 @@ def plan_kv_pool(
             "invalid KV cache options:\n" + "\n".join(f"  {p}" for p in problems),
             hint="leave them out to use the memory that is free",
         )
-    per_seq = pages_for(limits.max_seq_len, limits.tokens_per_page)
     candidates = {}
     if kv_cache_bytes is not None:
         candidates["kv_cache_bytes"] = kv_cache_bytes // page_bytes
     if max_tokens is not None:
         candidates["max_tokens_in_kv_cache"] = max_tokens // limits.tokens_per_page
-    candidates["engine limits"] = limits.max_batch_size * per_seq
+    candidates["engine limits"] = limits.pool_pages
     candidates["free_memory_fraction"] = int(free_bytes * free_memory_fraction) // page_bytes
     winner = min(candidates, key=lambda name: candidates[name])
     if candidates[winner] < 1:

@@ -86,10 +86,6 @@ class KvCache:
     def num_pages(self) -> int:
         return self.pool.num_pages
 
-    @property
-    def capacity_tokens(self) -> int:
-        return self.pool.num_pages * self.tokens_per_page
-
     def pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.tokens_per_page)
 

@@ -7,19 +7,19 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
 
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.params import SamplingParams, unsupported_generation_settings
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
 from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCache
-from tapeout.runtime.loop import EngineLoop, LoopStats
+from tapeout.runtime.loop import EngineLoop, LoopStats, StepRecord
 from tapeout.runtime.output import RequestOutput
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
@@ -63,7 +63,7 @@ class LLM:
         max_batch_size: int | None = None,
         max_num_tokens: int | None = None,
         threads: int | None = None,
-        on_step: Any = None,
+        on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         # Executors bring native-code loading with them, which importing `LLM` need not pay for.
         from tapeout.runtime.executors import load_executor, memory_left
@@ -88,26 +88,26 @@ class LLM:
                 kv_cache_bytes=kv_cache_bytes,
             )
             logger.info(budget.describe())
+            _warn_about_generation_config(self.engine)
             self.tokenizer = _load_tokenizer(self.engine)
             self._executor: Executor = load_executor(self.engine, num_pages=budget.num_pages, threads=threads)
         except BaseException:
             self.engine.close()
             raise
         self._intake = Intake(limits, self.engine.manifest.model.vocab_size, budget.num_pages, self.tokenizer)
-        self._loop = EngineLoop(
-            self._executor,
-            KvCache(
-                num_pages=budget.num_pages,
-                tokens_per_page=limits.tokens_per_page,
-                num_slots=batch,
-                max_seq_len=limits.max_seq_len,
-            ),
+        schedulers = (
             CapacityScheduler(
                 num_pages=budget.num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=batch
             ),
             MicroBatchScheduler(max_num_tokens=tokens, chunk_tokens=chunk_tokens),
-            on_step=on_step,
         )
+        cache = KvCache(
+            num_pages=budget.num_pages,
+            tokens_per_page=limits.tokens_per_page,
+            num_slots=batch,
+            max_seq_len=limits.max_seq_len,
+        )
+        self._loop = EngineLoop(self._executor, cache, *schedulers, on_step=on_step)
         self._eos = _eos_token_ids(self.engine)
         self._chat_template: ChatTemplate | None = None
         self._ids = count()
@@ -338,6 +338,12 @@ def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int,
             hint="higher limits need an engine built with them",
         )
     return options.get("max_batch_size") or batch, options.get("max_num_tokens") or tokens
+
+
+def _warn_about_generation_config(engine: Engine) -> None:
+    """Once an engine, not with every request: what the model's defaults ask for and do not get."""
+    if ignored := unsupported_generation_settings(engine.manifest.generation):
+        logger.warning("the model's generation config asks for what is not supported: %s", ", ".join(ignored))
 
 
 def _load_tokenizer(engine: Engine) -> Tokenizer | None:

@@ -111,7 +111,7 @@ UNUSED_ON_PURPOSE = {
     "setuptools": "imported by setup.py",
     "safetensors": "read by transformers",
 }
-IMPORT_NAMES = {"pyyaml": "yaml"}
+IMPORT_NAMES = {"pyyaml": "yaml", "cuda-bindings": "cuda.bindings"}
 
 
 def test_every_dependency_is_used(repo: Path) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from tapeout.compiler.graph import Graph
+from tapeout.compiler.graph import Graph, aten
 
-aten = torch.ops.aten
 _INT_MAX = 2**62
 
 _IDENTITY = frozenset(

@@ -10,6 +10,7 @@ import torch
 
 from tapeout.plugins.cpu import OpSignature, StepState, TensorType
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache import pages_for
 
 _POOL_LAYERS = 1
 _MAX_COPIES = 32  # of weights; small ones stay in cache in a real step too
@@ -92,7 +93,7 @@ def _step_state(signature: OpSignature, rows: int, limits: Limits, generator: to
     decode = rows <= limits.max_batch_size
     sequences = rows if decode else 1
     kv_len = min(_DECODE_CONTEXT_TOKENS, limits.max_seq_len) if decode else rows
-    pages = -(-kv_len // limits.tokens_per_page)
+    pages = pages_for(kv_len, limits.tokens_per_page)
     kv_heads, head_dim, cache_dtype = _cache_shape(signature)
     table = torch.randperm(sequences * pages, generator=generator).to(torch.int32).view(sequences, pages)
     pool = (sequences * pages, _POOL_LAYERS, 2, kv_heads, limits.tokens_per_page, head_dim)

@@ -26,7 +26,7 @@ _HOPELESS = 4  # times the best: what one call must take to have lost
 
 @dataclass(frozen=True)
 class Outcome:
-    """Median microseconds a call, or why the tactic may not be used."""
+    """Microseconds a call in the fastest pass, or why the tactic may not be used."""
 
     time_us: float | None
     reason: str | None = None

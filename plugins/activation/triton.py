@@ -25,17 +25,19 @@ def tanh(x):
 def activate(x, KIND: tl.constexpr):
     """KIND of a float32 value; NaN stays NaN."""
     if KIND == "silu":
-        return x * sigmoid(x)
-    if KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    if KIND == "gelu_tanh":
-        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    if KIND == "relu":
-        return tl.where(x < 0, 0.0, x)
-    if KIND == "tanh":
-        return tanh(x)
-    tl.static_assert(KIND == "sigmoid", "unknown activation")
-    return sigmoid(x)
+        result = x * sigmoid(x)
+    elif KIND == "gelu":
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        result = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "relu":
+        result = tl.where(x < 0, 0.0, x)
+    elif KIND == "tanh":
+        result = tanh(x)
+    else:
+        tl.static_assert(KIND == "sigmoid", "unknown activation")
+        result = sigmoid(x)
+    return result
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -12,8 +11,6 @@ from numbers import Integral, Real
 from typing import Any
 
 from tapeout.plugins.errors import UsageError
-
-logger = logging.getLogger("tapeout")
 
 MAX_LOGPROBS = 20
 _SEED_LIMIT = 2**64
@@ -137,7 +134,7 @@ class SamplingParams:
         HF semantics: without `do_sample: true` the default is greedy. A temperature given as an
         override samples, with the file's top-k, top-p and min-p. Only what the file states is taken
         (HF's own library default of top_k=50 is not). `max_new_tokens` and `min_new_tokens` become
-        max_tokens and min_tokens. Settings that change tokens and that are not supported are logged.
+        max_tokens and min_tokens. `unsupported_generation_settings` names what is left out.
 
         Raises:
             UsageError: unknown override, or a value out of range.
@@ -160,7 +157,6 @@ class SamplingParams:
         if isinstance(most := overrides.get("max_tokens"), int) and overrides.get("min_tokens") is None:
             # The model's own minimum must not make the caller's smaller maximum invalid.
             values["min_tokens"] = min(values.get("min_tokens", 0), most)
-        _warn_unsupported(generation)
         return cls(**values)
 
 
@@ -175,14 +171,13 @@ _GENERATION_KEYS = {
 }
 
 
-def _warn_unsupported(generation: Mapping[str, Any]) -> None:
-    ignored = [
+def unsupported_generation_settings(generation: Mapping[str, Any]) -> list[str]:
+    """`key=value` for each setting of a generation config that would change tokens and is not applied."""
+    return [
         f"{key}={generation[key]!r}"
         for key, neutral in _UNSUPPORTED_GENERATION_KEYS.items()
         if generation.get(key) is not None and generation[key] not in neutral
     ]
-    if ignored:
-        logger.warning("the model's generation config asks for what is not supported: %s", ", ".join(ignored))
 
 
 def _nearest(name: str, known: set[str]) -> str:

@@ -20,6 +20,16 @@ class Limits:
     max_seq_len: int
     tokens_per_page: int
 
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of the longest sequence: the width of a page table."""
+        return -(-self.max_seq_len // self.tokens_per_page)
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages with which every request of a full batch may reach the longest sequence."""
+        return self.max_batch_size * self.pages_per_sequence
+
 
 @dataclass(frozen=True)
 class KvCacheLayout:

@@ -141,10 +141,6 @@ class Engine:
     def kernel_names(self) -> tuple[str, ...]:
         return self._names("kernels")
 
-    def tensor_info(self, name: str) -> TensorInfo:
-        """A weight's dtype, shape and place. KeyError when there is none of that name."""
-        return self.weights[name]
-
     def weight(self, name: str) -> WeightData:
         """A weight's bytes, not copied. KeyError when there is none of that name."""
         info = self.weights[name]

@@ -24,5 +24,5 @@ def check_target(engine: Engine, host: HostCpu) -> None:
     if host.level not in family or family.index(host.level) < family.index(level):
         raise EngineIncompatibleError(
             f"{engine.path} was built for {target}, this machine is {here}",
-            hint="build it on this machine, or with --target of the oldest CPU it must run on",
+            hint="an engine runs on the CPU level it was built on and on later ones: build it on the oldest",
         )

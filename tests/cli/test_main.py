@@ -133,7 +133,7 @@ def test_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], ["build", "--help"], ["run", "-h"], ["inspect", "-h"]])
-def test_help(args: list[str]) -> None:
+def test_help_goes_to_stdout_and_succeeds(args: list[str]) -> None:
     result = CliRunner().invoke(cli, args)
     assert result.stdout.startswith("Usage: tapeout")
     assert result.exit_code == 0

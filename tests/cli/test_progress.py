@@ -55,12 +55,12 @@ def test_plain_lines_mark_a_failed_stage(capsys: pytest.CaptureFixture[str]) -> 
     assert err.splitlines() == ["trace ... 30 layers", "trace failed"]
 
 
-def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     work(SilentProgress())
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_chosen_by_silence_terminal_and_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose_progress(silent=True), SilentProgress)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     assert isinstance(choose_progress(silent=False), PlainProgress)

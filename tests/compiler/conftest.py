@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,20 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import fx, nn
-from torch.export import Dim
+from torch import nn
 
 from tapeout.compiler.build import trace_source
-from tapeout.compiler.graph import Graph, read_weights, run_graph, to_numpy
+from tapeout.compiler.graph import Graph, read_weights, run_graph
 from tapeout.compiler.ir import Module
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.passes.canonicalize import canonicalize
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
-from tapeout.compiler.trace import _to_graph
 from tapeout.model_defs import ModelSource, open_model
-from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import CONST_PREFIX, run_recipe
+
+# Tests are imported by path (importlib mode), so their shared helpers need a place to be found.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from small_graph import SmallGraph, ops
 
 TOKENS_PER_PAGE = 4
 
@@ -54,15 +54,6 @@ def _load_models() -> ModuleType:
 def models() -> ModuleType:
     """tests/models.py."""
     return _load_models()
-
-
-def ops(graph: Graph) -> Counter[str]:
-    """How often each op is called; `aten.add.Tensor`, `tapeout.rope.default`, `getitem`."""
-    return Counter(_op_name(n) for n in graph.graph.nodes if n.op == "call_function")
-
-
-def _op_name(node: fx.Node) -> str:
-    return str(node.target) if "." in str(node.target) else str(node.target.__name__)
 
 
 def reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:
@@ -194,81 +185,6 @@ def family(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Call
         return made[key]
 
     return get
-
-
-def _with_meta_parameters(module: nn.Module) -> nn.Module:
-    """A copy as the compiler loads models: parameters on the meta device, buffers real."""
-    module = copy.deepcopy(module)
-    for name, value in list(module.named_parameters()):
-        setattr(module, name, nn.Parameter(value.to("meta"), requires_grad=False))
-    return module
-
-
-class SmallGraph:
-    """A compiler graph made from a module of a few lines; inputs are named as its arguments.
-
-    T is dynamic in every `[1, T, ...]` input, the length in inputs named in `rows`. The
-    module's parameters are its weights; `run` executes the graph on the inputs given.
-    """
-
-    def __init__(
-        self, module: nn.Module, inputs: Mapping[str, torch.Tensor], rows: tuple[str, ...] = ()
-    ) -> None:
-        self.module, self.inputs = module.eval(), dict(inputs)
-        dynamic = {name: {0: Dim.DYNAMIC} if name in rows else {1: Dim.DYNAMIC} for name in inputs}
-        oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)
-        meta = _with_meta_parameters(module)
-        with oblivious, torch.no_grad():
-            examples = {name: value.to("meta") for name, value in inputs.items()}
-            program = torch.export.export(meta, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
-        tensors = dict(module.state_dict())
-
-        def info(name: str) -> TensorInfo:
-            return TensorInfo(
-                name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)
-            )
-
-        self.graph = _to_graph(program, meta, 1, info)
-        canonicalize(self.graph)
-        self.graph.tidy()
-
-    def apply(self, pass_: Callable[[Graph], int]) -> int:
-        """The pass as the driver runs it: the pass, canonicalize, tidy."""
-        count = pass_(self.graph)
-        canonicalize(self.graph)
-        self.graph.tidy()
-        return count
-
-    def ops(self) -> Counter[str]:
-        return ops(self.graph)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        state = self.module.state_dict()
-
-        def read(name: str) -> np.ndarray:
-            if name.startswith(CONST_PREFIX):
-                return self.graph.constants[name.removeprefix(CONST_PREFIX)]
-            return to_numpy(state[name])
-
-        return read_weights(self.graph, lambda ref: run_recipe(ref, read))
-
-    def run(self) -> torch.Tensor:
-        """The graph's first output."""
-        args = [
-            self.weights()[n.meta["weight"]] if "weight" in n.meta else self.inputs[n.name]
-            for n in self.graph.graph.find_nodes(op="placeholder")
-        ]
-        with torch.no_grad():
-            outputs = self.graph.module(*args)
-        first: torch.Tensor = outputs[0]
-        return first
-
-    def expected(self) -> torch.Tensor:
-        """What the module itself returns (its first output)."""
-        with torch.no_grad():
-            result = self.module(**self.inputs)
-        first: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return first
 
 
 @pytest.fixture

@@ -312,11 +312,11 @@ class TestCheckOutput:
         assert check_output(tmp_path / "e") == tmp_path / "e"
         assert listing(tmp_path) == []
 
-    def test_directory(self, tmp_path: Path) -> None:
+    def test_a_directory_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is a directory"):
             check_output(tmp_path)
 
-    def test_missing_directory(self, tmp_path: Path) -> None:
+    def test_a_missing_directory_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="does not exist") as error:
             check_output(tmp_path / "none" / "e")
         assert "mkdir -p" in (error.value.hint or "")
@@ -324,6 +324,6 @@ class TestCheckOutput:
     @pytest.mark.skipif(
         sys.platform != "linux", reason="needs /proc, where nobody can create files, not even root"
     )
-    def test_unwritable(self) -> None:
+    def test_a_place_that_takes_no_file_is_refused(self) -> None:
         with pytest.raises(UsageError, match="cannot be written"):
             check_output("/proc/e")

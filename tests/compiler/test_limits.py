@@ -19,7 +19,7 @@ def config(**values: Any) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("positions", "length"), [(512, 512), (4096, 4096), (131_072, 4096)])
-def test_defaults(positions: int, length: int) -> None:
+def test_defaults_follow_the_models_positions(positions: int, length: int) -> None:
     limits = resolve_limits(BuildOptions(), config(max_position_embeddings=positions))
     assert limits == Limits(max_batch_size=8, max_num_tokens=512, max_seq_len=length, tokens_per_page=32)
 
@@ -55,7 +55,7 @@ def test_every_bad_limit_is_listed() -> None:
         ("bfloat16", torch.float16, "bfloat16"),
     ],
 )
-def test_dtype(asked: str, checkpoint: Any, dtype: str) -> None:
+def test_auto_takes_the_checkpoints_dtype_and_a_choice_wins(asked: str, checkpoint: Any, dtype: str) -> None:
     assert resolve_dtype(BuildOptions(dtype=asked), config(dtype=checkpoint)) == dtype
 
 

@@ -18,7 +18,7 @@ from tapeout.compiler.masks import Mask, classify
 from tapeout.plugins.errors import UnsupportedError
 
 
-def test_causal() -> None:
+def test_hf_causal_mask_has_no_window() -> None:
     assert classify(causal_mask_function) == Mask(window=0)
 
 

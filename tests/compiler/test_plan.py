@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tapeout.compiler.plan import ITEM_BYTES, plan_program, signatures_of
+from tapeout.compiler.plan import plan_program, signatures_of
+from tapeout.runtime.engine.container import tensor_bytes
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, TacticRange, View
 
@@ -32,7 +33,7 @@ def extent_bytes(view: View) -> int:
     """Bytes from the buffer's start to the view's last element, at the limits."""
     sizes = [ROWS[str(view.shape[0])], *(int(d) for d in view.shape[1:])]
     last = view.offset + sum((n - 1) * s for n, s in zip(sizes, view.strides, strict=True))
-    return (last + 1) * ITEM_BYTES[view.dtype]
+    return tensor_bytes(view.dtype, (last + 1,))
 
 
 def lifetimes(program: Program) -> Iterator[tuple[str, int, int]]:

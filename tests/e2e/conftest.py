@@ -6,6 +6,7 @@ not need them fill the wait. Timings are kept in pytest's cache folder: a later 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -60,6 +61,13 @@ def _run(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([TAPEOUT, *map(str, args)], check=False, **{**defaults, **options})
 
 
+def timing_folder(config: pytest.Config) -> Path:
+    """Where timings outlive the session; another one when the cache's own code changes."""
+    code = (Path(__file__).parents[2] / "compiler" / "tactics" / "cache.py").read_bytes()
+    assert config.cache is not None
+    return Path(config.cache.mkdir(f"tapeout-e2e-{hashlib.sha256(code).hexdigest()[:12]}"))
+
+
 @pytest.fixture(scope="session")
 def tapeout() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the installed command in a real process."""
@@ -103,7 +111,7 @@ def smollm2_processes(
 ) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
     """The running builds by name, started only when some collected test needs an engine of them."""
     needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())} & _ENGINES
-    cache = Path(request.config.cache.mkdir("tapeout-e2e"))
+    cache = timing_folder(request.config)
     folder = tmp_path_factory.mktemp("smollm2")
     started: dict[str, tuple[subprocess.Popen[str], Path]] = {}
 
@@ -202,7 +210,7 @@ def tiny_checkpoint(models: ModuleType, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def tiny_cache(request: pytest.FixtureRequest) -> Path:
     """Timings of the tiny model's ops."""
-    return Path(request.config.cache.mkdir("tapeout-e2e")) / "tiny.json"
+    return timing_folder(request.config) / "tiny.json"
 
 
 @pytest.fixture(scope="session")

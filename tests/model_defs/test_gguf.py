@@ -32,7 +32,7 @@ def logits_of(source, ids):
 
 
 class TestSmolLM2:
-    def test_facts(self, smollm2):
+    def test_config_and_token_ids_come_from_the_metadata(self, smollm2):
         source = smollm2
         assert source.origin == "gguf:Q4_1"
         assert source.config.model_type == "llama"

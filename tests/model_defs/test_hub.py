@@ -67,6 +67,12 @@ def test_an_incomplete_cache_says_what_is_missing(cache):
     assert "HF_HUB_OFFLINE" in error.value.hint
 
 
+def test_a_path_has_no_revisions(llama):
+    with pytest.raises(UsageError, match=r"revision 'v2' was given, but model .* is a path") as error:
+        open_model(str(llama), revision="v2")
+    assert "--revision" in error.value.hint
+
+
 def test_a_path_wins_over_an_id(llama, monkeypatch, tmp_path):
     (tmp_path / "org").mkdir()
     llama.rename(tmp_path / "org" / "tiny")

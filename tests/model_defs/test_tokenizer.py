@@ -57,7 +57,7 @@ class TestSmolLM2:
             ("<|im_start|>user\n", ["<|im_start|>", "user", "Ċ"]),
         ],
     )
-    def test_splits(self, smollm2_tokenizer, text, tokens):
+    def test_texts_split_into_the_tokens_of_the_original(self, smollm2_tokenizer, text, tokens):
         assert smollm2_tokenizer.encode(text).tokens == tokens
 
     def test_no_bos_is_added_and_every_text_comes_back(self, smollm2_tokenizer):

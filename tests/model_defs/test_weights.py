@@ -7,6 +7,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -82,7 +83,6 @@ def test_recipes_of_bare_names_run_too(store: Store) -> None:
     st.sampled_from(["bfloat16", "float16"]),
 )
 def test_casts_round_to_nearest_even(x: np.ndarray, dtype: str) -> None:
-    torch = pytest.importorskip("torch")
     ref = WeightRef.of(TensorInfo("x", "float32", x.shape)).cast(dtype)
     result = run_recipe(ref, lambda _: x)
     expected = torch.from_numpy(x.copy()).to(getattr(torch, dtype))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.params import SamplingParams, unsupported_generation_settings
 
 
 @pytest.mark.parametrize(
@@ -105,8 +104,6 @@ def test_an_unknown_override_names_the_nearest() -> None:
         SamplingParams.from_generation({}, temprature=1.0)
 
 
-def test_unsupported_generation_settings_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="tapeout"):
-        SamplingParams.from_generation({"no_repeat_ngram_size": 3, "num_beams": 1, "typical_p": 1.0})
-    assert "no_repeat_ngram_size=3" in caplog.text
-    assert "num_beams" not in caplog.text
+def test_unsupported_generation_settings_are_those_that_would_change_tokens() -> None:
+    generation = {"no_repeat_ngram_size": 3, "num_beams": 1, "typical_p": 1.0, "top_k": 5, "use_cache": True}
+    assert unsupported_generation_settings(generation) == ["no_repeat_ngram_size=3"]

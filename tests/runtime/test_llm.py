@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +112,20 @@ def answers(table: dict[str, str]) -> Answer:
 
 
 TABLE = {"Hi": "Hello 👍 there", "Count": "one two three", "A": "aaaa", "<s>": "x"}
+
+
+def test_generation_settings_that_are_not_applied_are_logged_once_an_engine(
+    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(tokenizer__json=BACKEND.to_str())
+    engine.manifest = replace(engine.manifest, generation={"no_repeat_ngram_size": 3, "num_beams": 1})
+    with caplog.at_level(logging.WARNING, logger="tapeout"):
+        llm = make_llm(answers(TABLE), engine)
+        llm.generate(["Hi", "Count"])
+        llm.generate("A", llm.default_sampling_params(max_tokens=2))
+    assert [r.getMessage() for r in caplog.records] == [
+        "the model's generation config asks for what is not supported: no_repeat_ngram_size=3"
+    ]
 
 
 def test_generate_returns_results_in_order_with_the_usual_names(make_llm: Callable[..., LLM]) -> None:

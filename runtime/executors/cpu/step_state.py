@@ -19,7 +19,7 @@ def allocate_step_state(limits: Limits, kv: KvCacheLayout, num_pages: int) -> St
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    batch, pages = limits.max_batch_size, -(-limits.max_seq_len // limits.tokens_per_page)
+    batch, pages = limits.max_batch_size, limits.pages_per_sequence
     pool = (num_pages, kv.layers, 2, kv.kv_heads, limits.tokens_per_page, kv.head_dim)
     return StepState(
         counts=zeros(4),

@@ -10,6 +10,7 @@ import numpy as np
 from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError, UsageError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.sampler import Sampler
+from tapeout.plugins.sample.state import SAMPLE_STATE_WORDS, device_unsupported, state_words
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, Event, PinnedMemory, Stream
@@ -19,6 +20,7 @@ from tapeout.runtime.executors.cuda.weights import DeviceWeights
 from tapeout.runtime.executors.memory import BudgetLine, budget_error
 from tapeout.runtime.step import StepHandle, StepInputs, StepResult
 
+_WORD_BYTES = 4 * SAMPLE_STATE_WORDS
 _RESULT_TURNS = 4  # results the host may leave unread while it plans ahead
 
 
@@ -42,8 +44,9 @@ class CudaExecutor:
     """See `tapeout.runtime.step.Executor`. Make it with `tapeout.runtime.executors.load_executor`.
 
     Sampled ids stay on the device and feed the next step; the host reads them from pinned memory
-    when it asks for a step's result. Greedy rows are sampled on the device; a step with other
-    sampling parameters, penalties or logprobs downloads its logits and samples on the host.
+    when it asks for a step's result. A step that holds a request with penalties, min_tokens or
+    logprobs (see `device_unsupported`) downloads its logits and samples all its rows on the host, by
+    the same definition.
     """
 
     def __init__(self, engine: Engine, *, num_pages: int, device: int = 0) -> None:
@@ -69,7 +72,7 @@ class CudaExecutor:
             self._vocab_size if facts is None else facts.vocab_size,
             () if facts is None else facts.eos_token_ids,
         )
-        self._greedy = np.ones(self.limits.max_batch_size, bool)
+        self._on_host = np.zeros(self.limits.max_batch_size, bool)
 
     def _allocate(self, engine: Engine, table: LaunchTable, num_pages: int) -> None:
         limits, kv = self.limits, engine.manifest.kv_cache
@@ -115,14 +118,17 @@ class CudaExecutor:
         if not 0 <= slot < self.limits.max_batch_size:
             raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
         self._sampler.admit(slot, params, prompt_token_ids)
-        self._greedy[slot] = _is_plain_greedy(params)
+        self._on_host[slot] = device_unsupported(params) is not None
+        if not self._on_host[slot]:
+            self._device.make_current()
+            self._state.set_parameters(slot, state_words(params), self._stream)
 
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Queue a step: one copy, one graph launch, one copy back; returns at once."""
         self._queue(inputs)
-        if self._greedy[inputs.row_slots].all():
-            return _Step(self._state, self._state.download(self._stream), len(inputs.row_ids))
-        return _Done(self._sample_on_host(inputs))
+        if self._on_host[inputs.row_slots].any():
+            return _Done(self._sample_on_host(inputs))
+        return _Step(self._state, self._state.download(self._stream), len(inputs.row_ids))
 
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step and wait; logits float32 [R, vocab]. The sampled ids are ignored."""
@@ -185,7 +191,10 @@ class _State:
         self.output = DeviceMemory(8 * batch, "sampled ids")  # ids [batch], then finite flags [batch]
         self.last_ids.zero()
         self.output.zero()
+        self.parameters = DeviceMemory(_WORD_BYTES * batch, "sampling parameters")
+        self.parameters.zero()
         self._host_ids = PinnedMemory(4 * batch)
+        self._host_parameters = PinnedMemory(_WORD_BYTES * batch)
         self._turns = deque((PinnedMemory(8 * batch), Event()) for _ in range(_RESULT_TURNS))
 
     def addresses(self) -> dict[str, int]:
@@ -193,6 +202,7 @@ class _State:
             "last_ids": self.last_ids.address,
             "out_ids": self.output.address,
             "out_finite": self.output.address + 4 * self._batch,
+            "sample_state": self.parameters.address,
         }
 
     def download(self, stream: Stream) -> tuple[PinnedMemory, Event]:
@@ -209,6 +219,13 @@ class _State:
         finite = values[self._batch : self._batch + rows] != 0
         return StepResult(ids, (None,) * rows, finite)
 
+    def set_parameters(self, slot: int, words: np.ndarray, stream: Stream) -> None:
+        """A slot's sampling parameters, in stream order. The row of a slot is rewritten only when a
+        new request takes it, long after the copy of the old one."""
+        start = _WORD_BYTES * slot
+        self._host_parameters.array[start : start + _WORD_BYTES] = words.view(np.uint8)
+        stream.upload(self.parameters.address + start, self._host_parameters.address + start, _WORD_BYTES)
+
     def set_last_ids(self, slots: np.ndarray, ids: np.ndarray, stream: Stream) -> None:
         """Ids the host sampled, for the next step's generation rows; waits."""
         host = self._host_ids.array.view(np.int32)
@@ -221,7 +238,9 @@ class _State:
     def close(self) -> None:
         self.last_ids.close()
         self.output.close()
+        self.parameters.close()
         self._host_ids.close()
+        self._host_parameters.close()
         for memory, event in self._turns:
             memory.close()
             event.close()
@@ -239,11 +258,3 @@ class _Step:
         memory, event = self.turn
         event.wait()
         return self.state.read(memory, self.rows)
-
-
-def _is_plain_greedy(params: SamplingParams) -> bool:
-    """Whether the device's argmax is all the request needs."""
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return (
-        params.greedy and penalties == (1.0, 0.0, 0.0) and params.min_tokens == 0 and params.logprobs is None
-    )

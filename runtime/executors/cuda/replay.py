@@ -9,6 +9,7 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
+from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine.launches import KernelArg, Launch, LaunchTable, RangeLaunches
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Stream, check, launch, load_function
@@ -88,7 +89,8 @@ class Replay:
         for index in range(kernel.scratch_pointers):
             values.append(self._scratch() if index == 0 and kernel.scratch_bytes else 0)
             types.append(ctypes.c_void_p)
-        launch(self._functions[item.kernel], (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types)
+        function = self._functions[item.kernel]
+        launch(function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types)
 
     def _argument(self, argument: KernelArg, record: Record | None) -> tuple[int | float, type]:
         memory, kind = self._memory, argument.kind
@@ -110,8 +112,12 @@ class Replay:
         if kind == "weight":
             name = record.weights[argument.index]
             return (memory.weights.address(name) if name else 0), ctypes.c_void_p
-        if kind == "layer":
-            return int(record.attrs["layer"]), ctypes.c_int32
+        if kind == "attr":
+            return int(record.attrs[argument.name]), ctypes.c_int32
+        if kind not in ("input", "output", "input_stride", "output_stride"):
+            raise EngineIncompatibleError(
+                f"the engine's launches have arguments of kind {kind!r}, which is unknown"
+            )
         views = record.inputs if kind.startswith("input") else record.outputs
         if kind.endswith("_stride"):
             return views[argument.index].strides[int(argument.value)], ctypes.c_int32

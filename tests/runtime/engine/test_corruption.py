@@ -158,7 +158,9 @@ class TestShared:
         assert len(result.paths) == 2
         return result.paths
 
-    def test_opens(self, pair: tuple[Path, Path], arrays: dict[str, np.ndarray]) -> None:
+    def test_both_files_open_as_one_engine(
+        self, pair: tuple[Path, Path], arrays: dict[str, np.ndarray]
+    ) -> None:
         with open_engine(pair[0]) as engine:
             assert bytes(engine.weight("w").data) == arrays["w"].tobytes()
             assert engine.files == pair
@@ -167,12 +169,12 @@ class TestShared:
             assert engine.sizes()["weights"] == 0
             engine.verify_all()
 
-    def test_missing(self, pair: tuple[Path, Path]) -> None:
+    def test_a_missing_weight_file_is_named(self, pair: tuple[Path, Path]) -> None:
         pair[1].unlink()
         with pytest.raises(EngineError, match=rf"{pair[1].name}, which does not stand beside it"):
             open_engine(pair[0])
 
-    def test_other_weights(
+    def test_weights_of_another_build_are_refused(
         self, pair: tuple[Path, Path], arrays: dict[str, np.ndarray], write_tiny: Any
     ) -> None:
         arrays["w"] += 1
@@ -203,7 +205,7 @@ def test_damage_in_any_chunk_is_found(tmp_path: Path, write_tiny: Any, arrays: d
     arrays["large"] = np.arange((9 << 20) // 4, dtype=np.int32)
     write_tiny(tmp_path / "e")
     with open_engine(tmp_path / "e") as engine:
-        info = engine.tensor_info("large")
+        info = engine.weights["large"]
     for offset in (0, container.CHUNK_BYTES, info.size_bytes - 1):
         with (tmp_path / "e").open("r+b") as file:
             file.seek(info.begin + offset)

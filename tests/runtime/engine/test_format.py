@@ -33,7 +33,7 @@ def test_round_trip(
             assert (weight.dtype, weight.shape) == (array.dtype.name, array.shape)
             assert bytes(weight.data) == array.tobytes()
             assert weight.data.readonly
-            assert engine.tensor_info(name).begin % 64 == 0
+            assert engine.weights[name].begin % 64 == 0
         assert engine.text("tokenizer.json") == '{"größe": 1}'.encode()
         assert engine.kernel("native.so") == bytes(range(256)) * 3
         assert (engine.kernel_names, engine.text_names) == (
@@ -142,7 +142,7 @@ HOSTS = {level: HostCpu(level, 2) for level in ("x86_64_v2", "x86_64_v3", "x86_6
         ("cuda:h200", "x86_64_v4", False),
     ],
 )
-def test_targets(
+def test_an_engine_runs_on_its_cpu_level_and_later_ones_only(
     write_tiny: Any, manifest: Manifest, tmp_path: Path, target: str, level: str, fine: bool
 ) -> None:
     write_tiny(tmp_path / "e", manifest=replace(manifest, target=target))

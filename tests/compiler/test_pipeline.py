@@ -1,0 +1,71 @@
+"""The driver of the passes: counts that do not fit, places it points at, dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from small_graph import HIDDEN, Lines, Make, T, norm, randn
+
+from tapeout.compiler.build import trace_source
+from tapeout.compiler.graph import Graph, aten
+from tapeout.compiler.near_miss import near_misses
+from tapeout.compiler.passes.canonicalize import canonicalize
+from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
+from tapeout.compiler.pipeline import PASSES, expected_matches, run_passes
+from tapeout.plugins.errors import UnsupportedError
+
+
+def _spoil_query_projection(graph: Graph, layer: int) -> None:
+    """Double what the layer's query projection reads: three linears of one input are no longer there."""
+    (query,) = [
+        n for n in graph.nodes(aten.linear.default) if f"layers_{layer}_self_attn_q" in str(n.args[1])
+    ]
+    query.update_arg(0, graph.call(query, aten.mul.Tensor, query.args[0], 2.0))
+
+
+class TestDriver:
+    def test_a_miss_names_the_module_that_was_left_out(self, family: Callable[..., Any]) -> None:
+        graph, _ = trace_source(family("llama").source, "float32")
+        expected = {"merge_qkv": 2}
+        _spoil_query_projection(graph, layer=1)
+        with pytest.raises(UnsupportedError) as caught:
+            run_passes(graph, PASSES, expected)
+        assert caught.value.message.splitlines() == [
+            "pass merge_qkv matched 1 places, expected 2 from the model's config; not matched:",
+            "  attention_1 (tapeout.attention.default) in model.layers.1.self_attn",
+        ]
+
+    def test_places_that_look_like_a_match_are_there_before_a_pass_and_gone_after(
+        self, family: Callable[..., Any]
+    ) -> None:
+        source = family("llama").source
+        graph, _ = trace_source(source, "float32")
+        counted = expected_matches(source.config)
+        assert all(near_misses(graph, name) for name in counted)
+        left: dict[str, list[str]] = {}
+        run_passes(graph, PASSES, {}, after_each=lambda name, g: left.update({name: near_misses(g, name)}))
+        assert {name: left[name] for name in counted} == {name: [] for name in counted}
+
+    def test_a_wrong_count_names_pass_and_both_numbers(self, small_graph: Make) -> None:
+        graph = small_graph(Lines(lambda m, x: norm(x, m.w), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
+        with pytest.raises(UnsupportedError) as caught:
+            run_passes(graph.graph, (fuse_rms_norm,), {"fuse_rms_norm": 2})
+        message = "pass fuse_rms_norm matched 1 places, expected 2 from the model's config"
+        assert caught.value.message == message
+        assert caught.value.hint is not None
+        assert "--dump" in caught.value.hint
+
+    def test_what_the_config_does_not_tell_is_not_checked(self, small_graph: Make) -> None:
+        graph = small_graph(Lines(lambda m, x: norm(x, m.w), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
+        assert run_passes(graph.graph, (fuse_rms_norm,), {"fuse_rms_norm": None}) == {"fuse_rms_norm": 1}
+
+    def test_dumps_are_numbered_and_name_the_weights(self, small_graph: Make, tmp_path: Any) -> None:
+        graph = small_graph(Lines(lambda m, x: norm(x, m.w), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
+        run_passes(graph.graph, (canonicalize, fuse_rms_norm), {}, dump=tmp_path / "d")
+        names = ["00_trace.txt", "01_canonicalize.txt", "02_fuse_rms_norm.txt"]
+        assert sorted(p.name for p in (tmp_path / "d").iterdir()) == names
+        texts = [(tmp_path / "d" / n).read_text() for n in names]
+        assert all("# w = w: float32[8]" in t for t in texts)
+        assert ["rms_norm" in t for t in texts] == [False, False, True]
