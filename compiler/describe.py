@@ -10,10 +10,11 @@ from importlib.metadata import version
 from tapeout.compiler.ir import IR_VERSION, Module
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import MemoryPlan
+from tapeout.compiler.targets import cuda_target
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.native import source_digest
-from tapeout.plugins.triton_aot.digest import triton_version
+from tapeout.plugins.triton_aot.digest import ptxas_version, triton_version
 from tapeout.runtime.engine.container import tensor_bytes
 from tapeout.runtime.engine.manifest import (
     FORMAT_VERSION,
@@ -24,6 +25,7 @@ from tapeout.runtime.engine.manifest import (
     TokenizerFacts,
 )
 from tapeout.runtime.engine.program import Program
+from tapeout.runtime.engine.target import PTXAS
 
 IR_TEXT = "graph.ir"
 
@@ -112,9 +114,8 @@ def _config_digest(source: ModelSource) -> str:
 def _versions(target: str) -> dict[str, str]:
     """Everything whose version decides what the engine holds."""
     packages = {name: version(name) for name in ("tapeout", "torch", "transformers")}
-    kernels = (
-        {"triton": triton_version()}
-        if target.startswith("cuda:")
-        else {"kernels": source_digest(target.removeprefix("cpu:"))}
-    )
+    if target.startswith("cuda:"):
+        kernels = {"triton": triton_version(), PTXAS: ptxas_version(cuda_target(target).sm)}
+    else:
+        kernels = {"kernels": source_digest(target.removeprefix("cpu:"))}
     return {**packages, "ir": str(IR_VERSION), **kernels}

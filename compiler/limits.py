@@ -10,14 +10,19 @@ from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.runtime.engine.manifest import Limits
 
 DEFAULT_MAX_SEQ_LEN = 4096
-DEFAULT_MAX_BATCH_SIZE = 8
-DEFAULT_MAX_NUM_TOKENS = 512
-CPU_DTYPES = ("float32", "bfloat16")
+DEFAULT_MAX_BATCH_SIZE = {"cpu": 8, "cuda": 64}
+DEFAULT_MAX_NUM_TOKENS = {"cpu": 512, "cuda": 2048}
+DTYPES = ("float32", "bfloat16")  # on either kind of target
+
+
+def target_kind(options: BuildOptions) -> str:
+    """`cpu` or `cuda`."""
+    return "cuda" if options.target.startswith("cuda:") else "cpu"
 
 
 def resolve_target(options: BuildOptions, host: HostCpu) -> str:
     """`auto` and `cpu` are this machine's CPU level."""
-    return options.target if options.target.startswith("cuda:") else f"cpu:{host.level}"
+    return options.target if target_kind(options) == "cuda" else f"cpu:{host.level}"
 
 
 def resolve_dtype(options: BuildOptions, config: Any) -> str:
@@ -28,24 +33,26 @@ def resolve_dtype(options: BuildOptions, config: Any) -> str:
     asked = options.dtype
     if asked == "auto":
         asked = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if asked not in CPU_DTYPES:
+    if asked not in DTYPES:
+        where = options.target if target_kind(options) == "cuda" else "cpu"
         raise UnsupportedError(
-            f"dtype {asked!r} is not supported on target cpu, expected one of {', '.join(CPU_DTYPES)}",
+            f"dtype {asked!r} is not supported on target {where}, expected one of {', '.join(DTYPES)}",
             hint="pass --dtype bfloat16 or --dtype float32",
         )
     return asked
 
 
 def resolve_limits(options: BuildOptions, config: Any) -> Limits:
-    """Limits with defaults from the model.
+    """Limits with defaults from the target and the model.
 
     Raises UsageError, with all offenders, for limits the model or each other do not allow.
     """
     most = int(config.max_position_embeddings)
-    batch = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+    kind = target_kind(options)
+    batch = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[kind]
     limits = Limits(
         max_batch_size=batch,
-        max_num_tokens=options.max_num_tokens or max(DEFAULT_MAX_NUM_TOKENS, batch),
+        max_num_tokens=options.max_num_tokens or max(DEFAULT_MAX_NUM_TOKENS[kind], batch),
         max_seq_len=options.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN),
         tokens_per_page=options.tokens_per_page,
     )

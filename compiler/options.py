@@ -18,7 +18,7 @@ from tapeout.plugins.errors import UnsupportedError, UsageError
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_TOKENS_PER_PAGE = 512
-_TARGET = re.compile(r"auto|cpu|cuda(:(sm_\d{2,3}|[a-z][a-z0-9]+))?")
+_TARGET = re.compile(r"auto|cpu|cuda:(sm_\d{2,3}|[a-z][a-z0-9]+)")
 _HINT = "`tapeout build --help` lists the options; a file takes the same names"
 
 Check = Callable[[Any], str | None]
@@ -61,6 +61,8 @@ def _page_size(value: int) -> str | None:
 
 
 def _target(value: str) -> str | None:
+    if value == "cuda":
+        return "expected a GPU with it: cuda:sm_NN or cuda:SKU (for example cuda:sm_90 or cuda:h100)"
     return (
         None if _TARGET.fullmatch(value) else "expected auto, cpu, cuda:sm_NN or cuda:SKU (for example h100)"
     )
@@ -82,11 +84,11 @@ class BuildOptions:
 
     Invalid values raise one UsageError with a line for each. A limit of None is derived from
     model and target by the compiler: `max_seq_len` is the smaller of the model's maximum and
-    4096; on `cpu`, `max_batch_size` is 8 and `max_num_tokens` 512.
+    4096; `max_batch_size` and `max_num_tokens` are 8 and 512 on `cpu`, 64 and 2048 on `cuda`.
 
     Raises:
         UsageError: a value is invalid (all of them are listed).
-        UnsupportedError: the target exists but cannot be built for yet.
+        UnsupportedError: a GPU that is not known, or an option that has no kernels on it.
     """
 
     target: str = _option(
@@ -105,12 +107,12 @@ class BuildOptions:
         choices=DTYPES,
     )
     max_batch_size: int | None = _option(
-        None, int, "Most requests in flight. [default: 8 on cpu]", identity=True, check=_at_least(1)
+        None, int, "Most requests in flight. [default: 8 on cpu, 64 on cuda]", identity=True, check=_at_least(1)
     )
     max_num_tokens: int | None = _option(
         None,
         int,
-        "Most tokens packed into one step. [default: 512 on cpu]",
+        "Most tokens packed into one step. [default: 512 on cpu, 2048 on cuda]",
         identity=True,
         check=_at_least(1),
     )
@@ -187,11 +189,8 @@ class BuildOptions:
             raise UsageError("\n".join(problems), hint=_HINT)
         if cross := _cross_problems(self):
             raise UsageError("\n".join(cross), hint=_HINT)
-        if self.target.startswith("cuda"):
-            raise UnsupportedError(
-                f"target: {self.target!r} cannot be built for yet, expected auto or cpu",
-                hint="CUDA targets are planned; use --target cpu",
-            )
+        if self.target.startswith("cuda:"):
+            _check_cuda(self)
 
     def effective(self) -> dict[str, Any]:
         """All options as plain data (paths as text), for printing and reports."""
@@ -223,6 +222,18 @@ def problem(name: str, value: Any, label: str) -> str | None:
         return f"{label}: {value!r} is unknown, expected one of {', '.join(choices)}"
     complaint = check(value) if check else None
     return f"{label}: {str(value)!r} is invalid, {complaint}" if complaint else None
+
+
+def _check_cuda(options: BuildOptions) -> None:
+    """Refuse what no cuda engine can be, before anything is traced."""
+    from tapeout.compiler.targets import cuda_target
+
+    cuda_target(options.target)
+    if options.quantize != "none":
+        raise UnsupportedError(
+            f"quantize: {options.quantize!r} has no kernels on {options.target}, expected none",
+            hint="build with --dtype bfloat16; int8-dynamic is there on --target cpu",
+        )
 
 
 def _cross_problems(options: BuildOptions) -> list[str]:

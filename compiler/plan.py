@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from tapeout.compiler.ir import Module, Node, Operand, Value, whole
@@ -10,6 +11,7 @@ from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.runtime.engine.container import tensor_bytes
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import Buffer, Program, Record, TacticRange, View
+from tapeout.runtime.engine.program_check import row_limits
 
 # Attributes that say which instance an op is, not how it computes: all layers share one choice.
 _INSTANCE_ATTRS = frozenset({"layer"})
@@ -36,30 +38,41 @@ def signatures_of(module: Module) -> dict[str, OpSignature]:
 
 def max_rows(shape: tuple[int | str, ...], limits: Limits) -> int:
     """The most rows a value or signature of this shape can have."""
-    return {"T": limits.max_num_tokens, "R": limits.max_batch_size}[str(shape[0])]
+    return row_limits(limits)[str(shape[0])]
 
 
-def plan_program(module: Module, limits: Limits, tactics: Mapping[str, tuple[TacticRange, ...]]) -> Program:
-    """The launch program: every value gets its place in the arena for as long as it is needed."""
+def plan_program(
+    module: Module,
+    limits: Limits,
+    tactics: Mapping[str, tuple[TacticRange, ...]],
+    *,
+    row_multiple: int = 1,
+) -> Program:
+    """The launch program: every value gets its place in the arena for as long as it is needed.
+
+    Rows of matrices are padded to multiples of `row_multiple` elements.
+    """
     values = module.values()
-    offsets, arena_bytes = plan_arena(_requests(module, limits))
+    offsets, arena_bytes = plan_arena(_requests(module, limits, row_multiple))
     buffers = tuple(
-        Buffer(v.name, v.dtype, v.shape, offsets[v.name], _bytes(v, limits))
+        Buffer(v.name, v.dtype, v.shape, offsets[v.name], _bytes(v, limits, row_multiple))
         for n in module.nodes
         for v in n.outputs
     )
 
     def view(operand: Operand) -> View:
-        return View(
-            operand.value, values[operand.value].dtype, operand.shape, operand.strides, operand.offset
-        )
+        value = values[operand.value]
+        strides = operand.strides
+        if len(value.shape) > 1 and strides[0] == _row_elements(value, 1):
+            strides = (_row_elements(value, row_multiple), *strides[1:])
+        return View(operand.value, value.dtype, operand.shape, strides, operand.offset)
 
     records = tuple(
         Record(
             node.op,
             tuple(view(o) for o in node.inputs),
             tuple(node.weights),
-            tuple(_whole_view(v) for v in node.outputs),
+            tuple(view(whole(v)) for v in node.outputs),
             dict(node.attrs),
             signature_of(node, module).key(),
         )
@@ -68,7 +81,7 @@ def plan_program(module: Module, limits: Limits, tactics: Mapping[str, tuple[Tac
     return Program(arena_bytes, buffers, records, view(module.logits), signatures_of(module), dict(tactics))
 
 
-def _requests(module: Module, limits: Limits) -> list[BufferRequest]:
+def _requests(module: Module, limits: Limits, row_multiple: int) -> list[BufferRequest]:
     """Lifetimes in record indices; the logits live until the step ends."""
     last: dict[str, int] = {}
     for index, node in enumerate(module.nodes):
@@ -78,16 +91,19 @@ def _requests(module: Module, limits: Limits) -> list[BufferRequest]:
             last.setdefault(value.name, index)
     last[module.logits.value] = len(module.nodes)
     return [
-        BufferRequest(value.name, _bytes(value, limits), index, last[value.name])
+        BufferRequest(value.name, _bytes(value, limits, row_multiple), index, last[value.name])
         for index, node in enumerate(module.nodes)
         for value in node.outputs
     ]
 
 
-def _bytes(value: Value, limits: Limits) -> int:
-    return tensor_bytes(value.dtype, (max_rows(value.shape, limits), *(int(d) for d in value.shape[1:])))
+def _bytes(value: Value, limits: Limits, row_multiple: int) -> int:
+    return tensor_bytes(value.dtype, (max_rows(value.shape, limits), _row_elements(value, row_multiple)))
 
 
-def _whole_view(value: Value) -> View:
-    operand = whole(value)
-    return View(value.name, value.dtype, operand.shape, operand.strides)
+def _row_elements(value: Value, row_multiple: int) -> int:
+    """Elements from one row to the next; a vector's rows are single elements and stay so."""
+    if len(value.shape) == 1:
+        return 1
+    elements = math.prod(int(d) for d in value.shape[1:])
+    return -(-elements // row_multiple) * row_multiple

@@ -41,15 +41,11 @@ def cuda_target(target: str) -> CudaTarget:
     Raises UnsupportedError for a GPU that is not in the table.
     """
     name = target.removeprefix("cuda:")
-    if name in SKUS:
-        sku = SKUS[name]
-    else:
-        known = {f"sm_{s.sm}": s for s in sorted(SKUS.values(), key=lambda s: -s.sm_count)}
-        if name not in known:
-            names = ", ".join((*SKUS, *sorted(known)))
-            raise UnsupportedError(
-                f"target {target!r} is unknown, expected cuda: and one of {names}",
-                hint="tapeout has kernels for these compute capabilities only",
-            )
-        sku = known[name]
-    return CudaTarget(sku.sm, sku.sm_count, _SHARED_BYTES[sku.sm])
+    smallest_last = sorted(SKUS.values(), key=lambda s: (s.sm, -s.sm_count))
+    known = {**SKUS, **{f"sm_{s.sm}": s for s in smallest_last}}
+    if name not in known:
+        raise UnsupportedError(
+            f"target {target!r} is unknown, expected cuda: and one of {', '.join(known)}",
+            hint="cuda:sm_NN serves every GPU of that compute capability",
+        )
+    return CudaTarget(known[name].sm, known[name].sm_count, _SHARED_BYTES[known[name].sm])

@@ -95,19 +95,17 @@ class LLM:
             self.engine.close()
             raise
         self._intake = Intake(limits, self.engine.manifest.model.vocab_size, budget.num_pages, self.tokenizer)
-        schedulers = (
-            CapacityScheduler(
-                num_pages=budget.num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=batch
-            ),
-            MicroBatchScheduler(max_num_tokens=tokens, chunk_tokens=chunk_tokens),
+        capacity = CapacityScheduler(
+            num_pages=budget.num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=batch
         )
+        microbatch = MicroBatchScheduler(max_num_tokens=tokens, chunk_tokens=chunk_tokens)
         cache = KvCache(
             num_pages=budget.num_pages,
             tokens_per_page=limits.tokens_per_page,
             num_slots=batch,
             max_seq_len=limits.max_seq_len,
         )
-        self._loop = EngineLoop(self._executor, cache, *schedulers, on_step=on_step)
+        self._loop = EngineLoop(self._executor, cache, capacity, microbatch, on_step=on_step)
         self._eos = _eos_token_ids(self.engine)
         self._chat_template: ChatTemplate | None = None
         self._ids = count()

@@ -49,9 +49,10 @@ class Rope(TritonTactic):
             "INTERLEAVED": bool(signature.attrs["interleaved"]),
         }  # fmt: skip
         grid = (GridDim(1), GridDim(0, ceil_div(heads, heads_block)))
-        return (
-            launch("rope.triton:rope", arguments, constants, grid, max(1, heads_block * half_block // 128)),
-        )
+        warps = max(1, heads_block * half_block // 128)
+        # Without fusion: the assembler would turn the last product and the sum into one fused
+        # multiply-add of bfloat16 and so skip a rounding that Hugging Face's models do.
+        return (launch("rope.triton:rope", arguments, constants, grid, warps, fp_fusion=False),)
 
 
 TACTICS: tuple[CudaTactic, ...] = (Rope(),)

@@ -7,7 +7,10 @@ import triton.language as tl
 
 @triton.jit
 def turn(a, b, cos, sin, KIND: tl.constexpr):
-    """a * cos + b * sin of float32 values that are KIND, rounded to KIND after each operation."""
+    """a * cos + b * sin of float32 values that are KIND, rounded to KIND after each operation.
+
+    Exact only in kernels compiled without fp_fusion.
+    """
     return (a * cos).to(KIND).to(tl.float32) + (b * sin).to(KIND).to(tl.float32)
 
 

@@ -31,6 +31,18 @@ def triton_version() -> str:
     return version
 
 
+def ptxas_version(sm: int) -> str:
+    """Version of the assembler Triton brings for an SM, for example "13.4": that of its CUDA toolkit.
+
+    A driver loads cubins of toolkits with its own major version or an older one.
+    """
+    triton_version()
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    version: str = get_ptxas(sm).version
+    return version
+
+
 def kernel_function(spec: KernelSpec) -> Any:
     """The `@triton.jit` function a spec names; raises UnsupportedError when there is none."""
     triton_version()

@@ -65,11 +65,11 @@ class StepPlan:
 class MicroBatchScheduler:
     """Fills `max_num_tokens`: generation first, the rest with context in order of admission.
 
-    `chunk_tokens` caps the context tokens of one request in a step. A plan depends on the running
-    requests alone and costs time linear in their number. Every running request advances within a
-    bounded number of steps: generation rows that do not all fit take turns by the step they last
-    ran in, and while any context waits at least one row is kept for it (with a budget of one row,
-    every other step).
+    `chunk_tokens` caps the context tokens of one request in a step. A plan depends on the step's
+    number and the running requests alone and costs time linear in their number. Every running
+    request advances within a bounded number of steps: generation rows that do not all fit take turns
+    by the step they last ran in, and while any context waits at least one row is kept for it (with a
+    budget of one row, every other step).
     """
 
     def __init__(self, *, max_num_tokens: int, chunk_tokens: int | None = None) -> None:
@@ -89,7 +89,7 @@ class MicroBatchScheduler:
             else:
                 skipped.append(Skipped(request.request_id, Reason.ALL_PLANNED))
 
-        room = self.max_num_tokens - self._reserved(context, generation)
+        room = self.max_num_tokens - self._reserved(step, context, generation)
         if len(generation) > room:
             turn = sorted(generation, key=lambda r: r.last_step)  # stable: ties by admission
             later = {r.request_id for r in turn[room:]}
@@ -101,13 +101,14 @@ class MicroBatchScheduler:
         chunks, left_out = self._fill(context, self.max_num_tokens - len(rows))
         return StepPlan(step, chunks, rows, tuple(skipped + left_out))
 
-    def _reserved(self, context: list[Request], generation: list[Request]) -> int:
+    def _reserved(self, step: int, context: list[Request], generation: list[Request]) -> int:
         """Rows kept for context although generation could take them."""
         if not context or len(generation) < self.max_num_tokens:
             return 0
         if self.max_num_tokens > 1:
             return 1
-        return int(max(r.last_step for r in context) < max(r.last_step for r in generation))
+        # Not compared with generation's last step: who ran in the step before may be gone by now.
+        return int(max(r.last_step for r in context) < step - 1)
 
     def _fill(self, context: list[Request], budget: int) -> tuple[tuple[Scheduled, ...], list[Skipped]]:
         chunks: list[Scheduled] = []

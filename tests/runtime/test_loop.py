@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tapeout.runtime.scheduler.request import FinishReason
@@ -75,6 +75,17 @@ def test_any_mix_of_requests(fakes: SimpleNamespace, options: dict[str, Any], re
 
 @settings(max_examples=40)
 @given(options=limits_strategy(), requests=REQUESTS)
+@example(  # one row a step, and the request that ran in the step before has ended
+    options={
+        "tokens_per_page": 1,
+        "num_pages": 24,
+        "max_batch_size": 3,
+        "max_num_tokens": 1,
+        "chunk_tokens": None,
+        "max_seq_len": 24,
+    },
+    requests=[([1], 2, 0, None), ([1], 2, 0, None), ([1, 1], 1, 0, None)],
+)
 def test_running_requests_advance(
     fakes: SimpleNamespace, options: dict[str, Any], requests: list[Any]
 ) -> None:
