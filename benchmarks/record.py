@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tapeout.compiler.build import cpu_name
+from tapeout.compiler.choose import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from tapeout.compiler.cuda_plan import plan_cuda
+from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
+from tapeout.compiler.cuda_plan import check_alignment
 from tapeout.compiler.describe import describe, memory_plan, texts_of
 from tapeout.compiler.engine_writer import check_output, stage_engine
 from tapeout.compiler.graph import Graph
-from tapeout.compiler.ir import Module
-from tapeout.compiler.limits import resolve_dtype, resolve_limits, resolve_target
+from tapeout.compiler.limits import resolve_dtype, resolve_limits, resolve_target, target_kind
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.parity import NO_GPU, SKIPPED, compare
+from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
-from tapeout.compiler.plan import plan_program, signatures_of
+from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, Stage
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path, write_report
-from tapeout.compiler.tactics.cache import Machine, TimingCache
-from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
-from tapeout.compiler.targets import cuda_target
+from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.trace import INTERFACE, trace
 from tapeout.model_defs import ModelSource, TensorInfo, open_model
 from tapeout.model_defs.check_checkpoint import check_checkpoint
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
 from tapeout.model_defs.weights import CONST_PREFIX
-from tapeout.plugins.cpu import HostCpu, TensorType
-from tapeout.plugins.native import compile_native, detect_host, load_native, source_digest
-from tapeout.runtime.engine.launches import LaunchTable
-from tapeout.runtime.engine.manifest import Limits, Manifest
+from tapeout.plugins.native import detect_host
+from tapeout.plugins.triton_aot.digest import triton_version
+from tapeout.runtime.engine.manifest import Manifest
 
-NATIVE_KERNELS = "native.so"
 FindTensor = Callable[[str], TensorInfo]
 
 
@@ -65,6 +60,8 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
         source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
         limits = resolve_limits(options, source.config.get_text_config())
         dtype = resolve_dtype(options, source.config)
+        if target_kind(options) == "cuda":
+            triton_version()  # without the kernels' compiler there is no point in tracing
     with stages("trace", f"{source.config.model_type}, {dtype}"):
         graph, find_tensor = trace_source(source, dtype)
     with stages("passes") as stage:
@@ -74,17 +71,17 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
     target = resolve_target(options, host)
     with stages("tactics", target) as stage:
         if target.startswith("cuda:"):
-            chosen = _choose_cuda(source, module, limits, target)
+            chosen = choose_for_cuda(source, module, limits, target, options)
         else:
-            chosen = _choose_cpu(module, limits, host, options, cache, stage)
-    choices = chosen.choices
-    program = plan_program(module, limits, choices.ranges)
-    manifest = describe(source, module, options, target, dtype, limits, matches, choices.timed)
+            chosen = choose_for_cpu(module, limits, host, options, cache, stage)
+    program = plan_program(module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple)
+    if chosen.row_multiple > 1:
+        check_alignment(program)
+    manifest = describe(source, module, options, target, dtype, limits, matches, chosen.choices.timed)
     weights = {name: graph.weights[name] for name in module.weights}
-    memory = memory_plan(weights, program, manifest)
-    report = _report(output, options, manifest, memory, choices)
+    report = _report(output, options, manifest, memory_plan(weights, program, manifest), chosen)
     if options.dry_run:
-        return stages.finish(replace(report, file_bytes={output.name: memory.weights_bytes}))
+        return stages.finish(replace(report, file_bytes=_planned_files(report, options, chosen)))
 
     with stages("write", str(output)) as stage:
         staged = stage_engine(
@@ -101,12 +98,7 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
             progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
         )
     with staged:  # whatever fails from here on leaves nothing behind
-        verdict = SKIPPED
-        if target.startswith("cuda:"):
-            verdict = NO_GPU
-        elif options.verify:
-            with stages("parity", "Hugging Face against the engine"):
-                verdict = compare(source, staged.path, find_tensor)
+        verdict = _verify(options, target, stages, lambda: compare(source, staged.path, find_tensor))
         result = staged.commit(replace(manifest, parity=verdict.manifest))
     report = replace(
         report,
@@ -117,6 +109,25 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
     report = stages.finish(report)
     write_report(report, report_path(output))
     return report
+
+
+def _verify(options: BuildOptions, target: str, stages: _Stages, comparison: Callable[[], Parity]) -> Parity:
+    """The comparison with Hugging Face, or why there is none."""
+    if not options.verify:
+        return SKIPPED
+    if target.startswith("cuda:"):
+        return NO_GPU
+    with stages("parity", "Hugging Face against the engine"):
+        return comparison()
+
+
+def _planned_files(report: BuildReport, options: BuildOptions, chosen: Chosen) -> dict[str, int]:
+    """About what would be written: weights and kernels; texts and program are small beside them."""
+    kernels = sum(map(len, chosen.kernels.values()))
+    weights = report.memory.weights_bytes
+    if options.weights == "shared":
+        return {report.engine.name: kernels, "shared weights": weights}
+    return {report.engine.name: kernels + weights}
 
 
 def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindTensor]:
@@ -132,68 +143,6 @@ def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindTensor]:
     return trace(model, find_tensor), find_tensor
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """Tactics with the kernels they need; launches for CUDA."""
-
-    choices: Choices
-    kernels: Mapping[str, bytes]
-    launches: LaunchTable | None = None
-
-
-def _choose_cuda(source: ModelSource, module: Module, limits: Limits, target: str) -> _Chosen:
-    """Default tactics and their cubins: nothing is timed yet, which the manifest says."""
-    gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
-    dtype = module.values()[module.logits.value].dtype
-    known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
-    plan = plan_cuda(signatures_of(module), TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
-    return _Chosen(Choices(plan.ranges, (), timed=False), plan.cubins, plan.table)
-
-
-def _choose_cpu(
-    module: Module, limits: Limits, host: HostCpu, options: BuildOptions, cache: TimingCache, stage: Stage
-) -> _Chosen:
-    """Tactics from the timing cache, timed where it has no answer, or untimed in a dry run."""
-    signatures = signatures_of(module)
-    kernels = compile_native(host.level)
-    if options.dry_run:
-        return _Chosen(
-            choose_untimed(signatures, limits, host, options.batch_invariant), {NATIVE_KERNELS: kernels}
-        )
-    machine = Machine(
-        cpu=cpu_name(),
-        level=host.level,
-        threads=host.threads,
-        kernels=source_digest(host.level),
-        torch=torch.__version__,
-        conditions=f"batch {limits.max_batch_size}, length {limits.max_seq_len}, "
-        f"page {limits.tokens_per_page}",
-    )
-    torch.set_num_threads(host.threads)
-    library = load_native(kernels, host.threads)
-    choices = select_tactics(
-        signatures,
-        limits,
-        host,
-        machine,
-        cache,
-        kernels=library,
-        seed=options.seed,
-        batch_invariant=options.batch_invariant,
-        progress=stage.update,
-    )
-    cache.save()
-    stage.update(f"{len(signatures)} signatures, {cache.hits} timings from the cache, {cache.misses} new")
-    return _Chosen(choices, {NATIVE_KERNELS: kernels})
-
-
-def cpu_name() -> str:
-    """The processor's name, for the timing cache."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown")
-
-
 def _reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:
     """Sources of recipes: checkpoint tensors, and constants the trace found."""
 
@@ -206,7 +155,7 @@ def _reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:
 
 
 def _report(
-    output: Path, options: BuildOptions, manifest: Manifest, memory: MemoryPlan, choices: Choices
+    output: Path, options: BuildOptions, manifest: Manifest, memory: MemoryPlan, chosen: Chosen
 ) -> BuildReport:
     """What is known before anything is written."""
     return BuildReport(
@@ -222,10 +171,11 @@ def _report(
         stage_seconds={},
         peak_memory_bytes=0,
         passes=manifest.passes,
-        tactics=choices.timings,
-        timed=choices.timed,
+        tactics=chosen.choices.timings,
+        timed=chosen.choices.timed,
         parity={},
         options=options.effective(),
+        warnings=chosen.warnings,
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from tapeout.compiler.plan import max_rows
 from tapeout.plugins.cpu import OpSignature, TensorType
@@ -14,23 +15,26 @@ from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.sample.cuda import fill_launch, sample_launches, sample_workspace_bytes
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
+from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import Grid, Kernel, KernelArg, Launch, LaunchTable, RangeLaunches
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.engine.program import TacticRange
+from tapeout.runtime.engine.program import Program, TacticRange
+
+#: Kernels load 16 bytes at once: rows start at multiples of this many elements, windows of as many bytes.
+ROW_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class CudaPlan:
-    """Tactic ranges for the program, the launch table, and cubins by name."""
+    """The launch table, and cubins by name."""
 
-    ranges: Mapping[str, tuple[TacticRange, ...]]
     table: LaunchTable
     cubins: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """A tactic's launches at one bucket size."""
+class Chosen:
+    """A tactic's launches for row counts up to `rows`."""
 
     rows: int
     tactic: CudaTactic
@@ -43,42 +47,66 @@ def buckets(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(1 << i for i in range(most.bit_length())), most}))
 
 
+def choose_cuda(
+    signatures: Mapping[str, OpSignature], limits: Limits, target: CudaTarget, *, batch_invariant: bool
+) -> dict[str, tuple[Chosen, ...]]:
+    """Default tactics by signature key, over ascending rows; nothing is timed.
+
+    Args:
+        batch_invariant: one tactic for all rows, among those whose rows do not depend on company.
+
+    Raises:
+        UnsupportedError: ops that no tactic can run on the target, all of them listed.
+    """
+    chosen, missing = {}, []
+    for key, signature in signatures.items():
+        sizes = buckets(max_rows(signature.outputs[0].shape, limits))
+        usable, reasons = _usable(signature, target, batch_invariant)
+        if not usable:
+            missing.append(f"{key}:")
+            missing += [f"  {name}: {reason}" for name, reason in reasons.items()]
+            continue
+        if batch_invariant:
+            usable = [min(_suited(usable, sizes[-1]), key=partial(_total_us, signature, sizes, target))]
+        chosen[key] = _merge([_at(signature, usable, rows, target) for rows in sizes])
+    if missing:
+        raise UnsupportedError(
+            f"no CUDA tactic on sm_{target.sm} for these ops:\n" + "\n".join(f"  {m}" for m in missing),
+            hint="--target cpu runs them",
+        )
+    return chosen
+
+
+def ranges_of(chosen: Mapping[str, tuple[Chosen, ...]]) -> dict[str, tuple[TacticRange, ...]]:
+    """The choice as a program holds it."""
+    return {key: tuple(TacticRange(c.rows, c.tactic.name) for c in row) for key, row in chosen.items()}
+
+
 def plan_cuda(
-    signatures: Mapping[str, OpSignature],
+    chosen: Mapping[str, tuple[Chosen, ...]],
     logits: TensorType,
     valid_vocab_size: int,
     limits: Limits,
     target: CudaTarget,
 ) -> CudaPlan:
-    """Choose default tactics, compile every kernel they use, and write down the launches.
+    """Compile every kernel the chosen tactics use, and write down the launches.
 
     Args:
         logits: type of the logits, [R, V].
         valid_vocab_size: ids the tokenizer knows; larger ones are never sampled.
-
-    Raises:
-        UnsupportedError: ops that no tactic can run on the target, all of them listed.
     """
-    chosen = _choose(signatures, limits, target)
     fill = (fill_launch(),)
     sample = {
         rows: (sample_launches(logits, rows, valid_vocab_size), sample_workspace_bytes(logits, rows))
         for rows in buckets(limits.max_batch_size)
     }
-    specs = [
-        launch.kernel
-        for launches in (
-            fill,
-            *(launches for launches, _ in sample.values()),
-            *(c.launches for row in chosen.values() for c in row),
-        )
-        for launch in launches
-    ]
+    launches = [*fill, *(s for specs, _ in sample.values() for s in specs)]
+    launches += [s for row in chosen.values() for c in row for s in c.launches]
+    specs = [launch.kernel for launch in launches]
     kernels = _Kernels(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
-    merged = {key: _merge(row) for key, row in chosen.items()}
     ranges = {
         key: tuple(RangeLaunches(c.rows, c.workspace_bytes, kernels.launches(c.launches)) for c in row)
-        for key, row in merged.items()
+        for key, row in chosen.items()
     }
     sampling = tuple(
         RangeLaunches(rows, size, kernels.launches(specs)) for rows, (specs, size) in sample.items()
@@ -86,6 +114,7 @@ def plan_cuda(
     filling = kernels.launches(fill)
     everything = [*(r for row in ranges.values() for r in row), *sampling]
     table = LaunchTable(
+        sm=target.sm,
         kernels=tuple(kernels.table),  # complete: every launch has been numbered above
         ranges=ranges,
         row_buckets=buckets(limits.max_num_tokens),
@@ -95,59 +124,82 @@ def plan_cuda(
         fill=filling,
         sample=sampling,
     )
-    tactics = {key: tuple(TacticRange(c.rows, c.tactic.name) for c in row) for key, row in merged.items()}
-    return CudaPlan(tactics, table, kernels.cubins)
+    return CudaPlan(table, kernels.cubins)
+
+
+def check_alignment(program: Program) -> None:
+    """Raise UnsupportedError, all offenders listed, for views that kernels cannot load 16 bytes at once from."""
+    offsets = {b.name: b.offset_bytes for b in program.buffers}
+    problems = []
+    for index, record in enumerate(program.records):
+        for view in (*record.inputs, *record.outputs):
+            start = offsets.get(view.buffer, 0) + view.offset * DTYPES[view.dtype][1]
+            # A vector's rows are single elements: kernels load them one by one.
+            if start % 16 or (len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in view.strides[:-1])):
+                problems.append(
+                    f"record {index} ({record.op}): {view.buffer} {view.dtype}{list(view.shape)}, "
+                    f"strides {list(view.strides)}, offset {view.offset}"
+                )
+    if problems:
+        raise UnsupportedError(
+            f"operands that do not start at multiples of 16 bytes, or whose rows or heads are no multiples of "
+            f"{ROW_MULTIPLE} elements, have no CUDA kernels:\n" + "\n".join(f"  {p}" for p in problems),
+            hint="--target cpu runs such models",
+        )
 
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // 256) * 256
 
 
-def _choose(
-    signatures: Mapping[str, OpSignature], limits: Limits, target: CudaTarget
-) -> dict[str, tuple[_Chosen, ...]]:
-    chosen, missing = {}, []
-    for key, signature in signatures.items():
-        row = []
-        for rows in buckets(max_rows(signature.outputs[0].shape, limits)):
-            tactic, reasons = _default_tactic(signature, rows, target)
-            if tactic is None:
-                missing.append(f"{key}: {reasons}")
-                break
-            launches = tactic.launches(signature, rows, target)
-            row.append(_Chosen(rows, tactic, launches, tactic.workspace_bytes(signature, rows, target)))
-        chosen[key] = tuple(row)
-    if missing:
-        raise UnsupportedError("no CUDA tactic for these ops:\n  " + "\n  ".join(missing))
-    return chosen
-
-
-def _default_tactic(
-    signature: OpSignature, rows: int, target: CudaTarget
-) -> tuple[CudaTactic | None, dict[str, str]]:
-    """The tactic expected to be fastest at `rows`; nothing is timed."""
-    reasons, usable = {}, []
+def _usable(
+    signature: OpSignature, target: CudaTarget, batch_invariant: bool
+) -> tuple[list[CudaTactic], dict[str, str]]:
+    """Tactics that can run the signature in a bucket of any rows, and why the others cannot."""
+    usable, reasons = [], {}
     for tactic in cuda_tactics(signature.op):
         reason = tactic.unsupported(signature, target)
         if reason is None and tactic.decode_only:
             reason = "buckets hold prefill and decode rows alike"
+        if reason is None and batch_invariant and not tactic.batch_invariant:
+            reason = "its result for a row depends on the other rows"
         if reason is None:
             usable.append(tactic)
         else:
             reasons[tactic.name] = reason
-    suited = [t for t in usable if not t.max_rows or rows <= t.max_rows]
-    best = min(suited or usable, key=lambda t: t.expected_us(signature, rows, target), default=None)
-    return best, reasons
+    return usable, reasons
 
 
-def _merge(row: tuple[_Chosen, ...]) -> list[_Chosen]:
-    """Neighbouring buckets with the same launches become one range."""
-    merged: list[_Chosen] = []
+def _suited(tactics: Sequence[CudaTactic], rows: int) -> list[CudaTactic]:
+    """Those that are not hopeless at `rows`, if any."""
+    return [t for t in tactics if not t.max_rows or rows <= t.max_rows] or list(tactics)
+
+
+def _total_us(
+    signature: OpSignature, sizes: Sequence[int], target: CudaTarget, tactic: CudaTactic
+) -> float:
+    return sum(tactic.expected_us(signature, rows, target) for rows in sizes)
+
+
+def _at(signature: OpSignature, usable: Sequence[CudaTactic], rows: int, target: CudaTarget) -> Chosen:
+    """The tactic expected to be fastest at `rows`."""
+    tactic = min(_suited(usable, rows), key=lambda t: t.expected_us(signature, rows, target))
+    return Chosen(
+        rows,
+        tactic,
+        tactic.launches(signature, rows, target),
+        tactic.workspace_bytes(signature, rows, target),
+    )
+
+
+def _merge(row: Sequence[Chosen]) -> tuple[Chosen, ...]:
+    """Neighbouring buckets with the same launches become one range, with the larger one's workspace."""
+    merged: list[Chosen] = []
     for item in row:
         if merged and (merged[-1].tactic.name, merged[-1].launches) == (item.tactic.name, item.launches):
-            merged.pop()
+            item = replace(item, workspace_bytes=max(item.workspace_bytes, merged.pop().workspace_bytes))
         merged.append(item)
-    return merged
+    return tuple(merged)
 
 
 class _Kernels:

@@ -77,6 +77,7 @@ class LaunchTable:
     """All kernels and launches of an engine, and the buckets to capture.
 
     Attributes:
+        sm: compute capability times ten that the cubins are for, for example 90.
         kernels: every distinct kernel.
         ranges: signature key to its ranges, ascending.
         row_buckets: padded token row counts, ascending; the last is max_num_tokens.
@@ -84,9 +85,10 @@ class LaunchTable:
         workspace_bytes: memory shared by all tactics, beside the arena.
         scratch_bytes: memory for the kernels' own scratch at their largest grids.
         fill: before the records, over T rows: the ids sampled last take their places.
-        sample: after the records, over R rows; input 0 is the logits.
+        sample: after the records, over R rows; input 0 is the logits. Left out where the host samples.
     """
 
+    sm: int
     kernels: tuple[Kernel, ...]
     ranges: Mapping[str, tuple[RangeLaunches, ...]]
     row_buckets: tuple[int, ...]

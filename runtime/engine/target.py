@@ -1,6 +1,11 @@
-"""May this machine run this engine? Answered before anything is loaded."""
+"""May this machine run this engine? Answered before anything is loaded, and without a driver."""
 
 from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from itertools import pairwise
 
 from tapeout.plugins.cpu import HostCpu
 from tapeout.plugins.errors import EngineIncompatibleError
@@ -8,6 +13,27 @@ from tapeout.runtime.engine.reader import Engine
 
 #: Levels of one architecture, each able to run kernels of those before it.
 CPU_LEVELS = (("x86_64", "x86_64_v2", "x86_64_v3", "x86_64_v4"), ("aarch64",))
+#: Key of `Manifest.versions`: the assembler that made an engine's cubins, by its CUDA version.
+PTXAS = "ptxas"
+
+logger = logging.getLogger("tapeout")
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """A GPU as its driver describes it.
+
+    Attributes:
+        name: the vendor's, for example "NVIDIA H200".
+        sm: compute capability times ten.
+        driver_version: CUDA version of the driver, 13000 for 13.0.
+    """
+
+    name: str
+    sm: int
+    sm_count: int
+    total_bytes: int
+    driver_version: int
 
 
 def check_target(engine: Engine, host: HostCpu) -> None:
@@ -16,13 +42,50 @@ def check_target(engine: Engine, host: HostCpu) -> None:
     kind, _, level = target.partition(":")
     here = f"cpu:{host.level}"
     if kind != "cpu":
-        raise EngineIncompatibleError(
-            f"{engine.path} was built for {target}; this runtime runs on {here} and has no {kind} executor",
-            hint="build it for this machine: tapeout build MODEL --target cpu -o FILE",
-        )
+        raise _not_for(engine, f"this machine is {here}")
     family = next((f for f in CPU_LEVELS if level in f), ())
     if host.level not in family or family.index(host.level) < family.index(level):
         raise EngineIncompatibleError(
             f"{engine.path} was built for {target}, this machine is {here}",
             hint="an engine runs on the CPU level it was built on and on later ones: build it on the oldest",
         )
+
+
+def check_gpu(engine: Engine, gpu: GpuFacts) -> None:
+    """Raise EngineIncompatibleError unless `gpu` and its driver can run `engine`'s kernels.
+
+    Another GPU model of the same compute capability runs them, but they were chosen for another
+    number of multiprocessors: that is a warning in the log.
+    """
+    target, table = engine.manifest.target, engine.launches
+    if table is None:
+        raise _not_for(engine, "but holds no launches for a GPU")
+    if gpu.sm != table.sm:
+        raise _not_for(engine, f"whose kernels are for sm_{table.sm}; this GPU is {gpu.name}, sm_{gpu.sm}")
+    needed = engine.manifest.versions.get(PTXAS, "")
+    # Minor versions of CUDA are compatible: a driver loads what a newer toolkit of its major version made.
+    if needed and gpu.driver_version // 1000 < int(needed.partition(".")[0]):
+        have = f"{gpu.driver_version // 1000}.{gpu.driver_version % 1000 // 10}"
+        raise EngineIncompatibleError(
+            f"{engine.path} holds kernels made with CUDA {needed}, the driver of this machine supports CUDA {have}",
+            hint=f"install a driver for CUDA {needed.partition('.')[0]}.0 or newer",
+        )
+    sku = target.removeprefix("cuda:")
+    if not sku.startswith("sm_") and not _is_model(gpu.name, sku):
+        logger.warning(
+            "%s was built for %s, this GPU is %s: it runs, with tactics chosen for another model",
+            engine.path, target, gpu.name,
+        )  # fmt: skip
+
+
+def _is_model(name: str, sku: str) -> bool:
+    """Is a GPU of this name of the model `sku`? "NVIDIA GeForce RTX 5090" is an rtx5090."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return sku in words or any(a + b == sku for a, b in pairwise(words))
+
+
+def _not_for(engine: Engine, why: str) -> EngineIncompatibleError:
+    return EngineIncompatibleError(
+        f"{engine.path} was built for {engine.manifest.target}, {why}",
+        hint="build it for this machine: tapeout build MODEL --target TARGET -o FILE",
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tapeout.plugins.errors import TapeoutError, UsageError
+from tapeout.plugins.native import NATIVE_KERNELS
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.sampler import Sampler
 from tapeout.runtime.engine.reader import Engine
@@ -17,12 +18,11 @@ from tapeout.runtime.executors.cpu.replay import Replay
 from tapeout.runtime.executors.cpu.step_state import StepWriter, allocate_step_state
 from tapeout.runtime.executors.cpu.weight_store import WeightStore
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
+from tapeout.runtime.executors.step_check import NO_TOKEN, forget_ids
 from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.step import StepInputs, StepResult
 
 R = TypeVar("R")
-NATIVE_KERNELS = "native.so"
-NO_TOKEN = -2  # last id of a slot whose request has sampled nothing yet, or whose step failed
 
 
 class CpuExecutor:
@@ -119,9 +119,7 @@ class CpuExecutor:
             logits = self._logits(inputs)
             sampled = self._sampler.sample(logits, inputs.row_slots, inputs.positions[inputs.row_ids])
         except BaseException:
-            # A later step planned on these ids must fail too instead of running on older ones.
-            valid = inputs.row_slots[(inputs.row_slots >= 0) & (inputs.row_slots < len(self._last_ids))]
-            self._last_ids[valid] = NO_TOKEN
+            forget_ids(self._last_ids, inputs.row_slots)
             raise
         # The id of a row that is not finite means nothing, but the next step may be queued already.
         self._last_ids[inputs.row_slots] = np.where(sampled.finite, sampled.token_ids, 0)

@@ -1,0 +1,99 @@
+"""Choose tactics for a target and gather the kernels they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tapeout.compiler.cuda_plan import ROW_MULTIPLE, choose_cuda, plan_cuda, ranges_of
+from tapeout.compiler.ir import Module
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.plan import signatures_of
+from tapeout.compiler.progress import Stage
+from tapeout.compiler.tactics.cache import Machine, TimingCache
+from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
+from tapeout.compiler.targets import cuda_target
+from tapeout.model_defs import ModelSource
+from tapeout.plugins.cpu import HostCpu, TensorType
+from tapeout.plugins.native import NATIVE_KERNELS, compile_native, load_native, source_digest
+from tapeout.runtime.engine.launches import LaunchTable
+from tapeout.runtime.engine.manifest import Limits
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tactics with the kernels they need; launches for CUDA.
+
+    `row_multiple`: rows of the arena's buffers are padded to this many elements.
+    """
+
+    choices: Choices
+    kernels: Mapping[str, bytes]
+    launches: LaunchTable | None = None
+    row_multiple: int = 1
+    warnings: tuple[str, ...] = ()
+
+
+def choose_for_cuda(
+    source: ModelSource, module: Module, limits: Limits, target: str, options: BuildOptions
+) -> Chosen:
+    """Default tactics and their cubins: nothing is timed yet, which the manifest says."""
+    gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
+    chosen = choose_cuda(signatures_of(module), limits, gpu, batch_invariant=options.batch_invariant)
+    choices = Choices(ranges_of(chosen), (), timed=False)
+    warnings = [f"tactics for {target} are defaults, nothing was timed"]
+    if options.timing_cache is not None:
+        warnings.append(f"timing cache {options.timing_cache} is not used: it holds no timings of GPUs yet")
+    if options.dry_run:
+        return Chosen(choices, {}, None, ROW_MULTIPLE, tuple(warnings))
+    dtype = module.values()[module.logits.value].dtype
+    known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
+    plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
+    return Chosen(choices, plan.cubins, plan.table, ROW_MULTIPLE, tuple(warnings))
+
+
+def choose_for_cpu(
+    module: Module, limits: Limits, host: HostCpu, options: BuildOptions, cache: TimingCache, stage: Stage
+) -> Chosen:
+    """Tactics from the timing cache, timed where it has no answer, or untimed in a dry run."""
+    signatures = signatures_of(module)
+    kernels = compile_native(host.level)
+    if options.dry_run:
+        return Chosen(
+            choose_untimed(signatures, limits, host, options.batch_invariant), {NATIVE_KERNELS: kernels}
+        )
+    machine = Machine(
+        cpu=cpu_name(),
+        level=host.level,
+        threads=host.threads,
+        kernels=source_digest(host.level),
+        torch=torch.__version__,
+        conditions=f"batch {limits.max_batch_size}, length {limits.max_seq_len}, "
+        f"page {limits.tokens_per_page}",
+    )
+    torch.set_num_threads(host.threads)
+    library = load_native(kernels, host.threads)
+    choices = select_tactics(
+        signatures,
+        limits,
+        host,
+        machine,
+        cache,
+        kernels=library,
+        seed=options.seed,
+        batch_invariant=options.batch_invariant,
+        progress=stage.update,
+    )
+    cache.save()
+    stage.update(f"{len(signatures)} signatures, {cache.hits} timings from the cache, {cache.misses} new")
+    return Chosen(choices, {NATIVE_KERNELS: kernels})
+
+
+def cpu_name() -> str:
+    """The processor's name, for the timing cache."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")
