@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from tapeout.cli.paths import check_output
+from tapeout.cli.streams import standard_output, writing
 
 
 @click.command("inspect", short_help="Show what an engine holds.")
@@ -34,9 +35,10 @@ def command(engine: Path, as_json: bool, with_records: bool, verify: bool, onnx:
     from tapeout.cli.engine_view import describe
     from tapeout.runtime.engine import open_engine
 
-    if onnx is not None:
-        check_output(onnx, "--onnx")
+    standard_output()
     with open_engine(engine, verify=False) as opened:
+        if onnx is not None:
+            check_output(onnx, "--onnx", inputs=opened.files)
         if verify:
             opened.verify_all()
         description = describe(opened, verified=verify, with_records=with_records)
@@ -45,4 +47,5 @@ def command(engine: Path, as_json: bool, with_records: bool, verify: bool, onnx:
 
         export_engine(engine, onnx)
         description["onnx"] = str(onnx)
-    click.echo(json.dumps(description, indent=2) if as_json else render(description))
+    with writing():
+        click.echo(json.dumps(description, indent=2) if as_json else render(description))

@@ -10,7 +10,12 @@ import click
 from tapeout.cli.group import RootGroup
 
 #: Command name to its module; a module loads when its command or the list of commands is asked for.
-COMMANDS = {"build": "tapeout.cli.build", "run": "tapeout.cli.run", "inspect": "tapeout.cli.inspect"}
+COMMANDS = {
+    "build": "tapeout.cli.build",
+    "run": "tapeout.cli.run",
+    "inspect": "tapeout.cli.inspect",
+    "weights": "tapeout.cli.weights",
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -49,6 +54,7 @@ def cli(log_level: str) -> None:
     tapeout build MODEL -o FILE   a Hugging Face model or a GGUF file into an engine
     tapeout run FILE --prompt X   generate text with an engine
     tapeout inspect FILE          what an engine holds
+    tapeout weights FILE          the weight file of an engine that shares it
 
     Exit codes: 0 success, 1 unexpected failure, 2 usage, 3 unusable engine, 4 out of memory,
     5 unsupported model, dtype or target, 130 interrupted.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tapeout.cli.streams import is_terminal
 from tapeout.compiler.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def choose_progress(*, silent: bool) -> Progress:
     """Silent when asked, rich on a terminal that has it, plain lines otherwise."""
     if silent:
         return SilentProgress()
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         try:
             from rich.console import Console
         except ImportError:

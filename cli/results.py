@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+from tapeout.cli.paths import final_target, is_special, own_descriptor, temporary_prefix
+from tapeout.cli.streams import standard_output, writing
 
 if TYPE_CHECKING:
     from tapeout.plugins.sample.result import Logprob
@@ -54,7 +56,9 @@ def _logprobs(token: Mapping[int, Logprob]) -> dict[str, Any]:
 
 
 def write_json_line(stream: IO[str], data: Mapping[str, Any]) -> None:
-    stream.write(json.dumps(data, ensure_ascii=False) + "\n")
+    """One line of JSON; characters outside ASCII are escaped where the stream's encoding may lack them."""
+    utf8 = (stream.encoding or "").lower().replace("_", "-") in ("utf-8", "utf8")
+    stream.write(json.dumps(data, ensure_ascii=not utf8) + "\n")
 
 
 def logprob_lines(completion: CompletionOutput) -> list[str]:
@@ -78,11 +82,37 @@ def _quoted(token_id: int, logprob: Logprob) -> str:
 
 @contextlib.contextmanager
 def open_output(path: Path | None) -> Iterator[IO[str]]:
-    """Standard output for None; else a file that has its name only once it is complete."""
+    """Standard output for None; else a file that has its name only once it is complete.
+
+    A device, FIFO or `/proc/self/fd/N` is written to as it is; of links, the file they lead to.
+
+    Raises:
+        TapeoutError: it takes no more, for example because the disk is full.
+    """
     if path is None:
-        yield sys.stdout
+        with writing():
+            yield standard_output()
         return
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    with writing(f"--output: {str(path)!r}"):
+        target = final_target(path)
+        if own_descriptor(target) is not None or (target.exists() and is_special(target.stat())):
+            with _opened_as_it_is(target) as stream:
+                yield stream
+        else:
+            with _replaced(target) as stream:
+                yield stream
+
+
+def _opened_as_it_is(target: Path) -> IO[str]:
+    number = own_descriptor(target)
+    # Not O_CREAT: what was a device when it was looked at is not to become a file.
+    handle = os.open(target, os.O_WRONLY) if number is None else os.dup(number)
+    return os.fdopen(handle, "w", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replaced(target: Path) -> Iterator[IO[str]]:
+    handle, temporary = tempfile.mkstemp(prefix=temporary_prefix(target), dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             yield stream
@@ -92,7 +122,7 @@ def open_output(path: Path | None) -> Iterator[IO[str]]:
         mask = os.umask(0)
         os.umask(mask)
         Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(path)
+        Path(temporary).replace(target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

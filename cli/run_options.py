@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
-from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.params import SamplingParams, surrogate_problem
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
@@ -45,9 +46,27 @@ def apply(options: tuple[Option, ...]) -> Callable[[F], F]:
 def _token_ids(context: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
     """`--stop-token-ids 1,2 --stop-token-ids 3` gives (1, 2, 3)."""
     parts = [part.strip() for value in values for part in value.split(",")]
-    if bad := [part for part in parts if not part.isdecimal()]:
+    # 10 digits hold every id; Python refuses to read more than some thousand.
+    if bad := [part for part in parts if not (part.isdecimal() and len(part) <= 10)]:
         raise click.BadParameter(f"{', '.join(map(repr, bad))}, expected ids such as 1,2", context, param)
     return tuple(map(int, parts))
+
+
+class Text(click.ParamType):
+    """Text for the model: UTF-8 whatever the locale says, and nothing that is none."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        try:
+            # Python keeps bytes that the locale's encoding lacks as lone surrogates.
+            return os.fsencode(text).decode() if surrogate_problem(text) else text
+        except UnicodeError:
+            self.fail(f"{text[:60]!r} is not UTF-8 text.", param, ctx)
+
+
+TEXT = Text()
 
 
 def _number(name: str, kind: type, text: str) -> Option:
@@ -66,7 +85,7 @@ SAMPLING = (
     _number("--presence-penalty", float, "Subtracted once from tokens of the output."),
     _number("--frequency-penalty", float, "Subtracted for each time a token was generated."),
     _number("--seed", int, "Makes sampling repeatable."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
+    click.option("--stop", type=TEXT, multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
     click.option(
         "--stop-token-ids",
         multiple=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +14,17 @@ import numpy as np
 from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
 from tapeout.compiler.cuda_plan import check_alignment
 from tapeout.compiler.describe import describe, memory_plan, texts_of
-from tapeout.compiler.engine_writer import check_output, stage_engine
+from tapeout.compiler.engine_writer import stage_engine
 from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_dtype, resolve_limits, resolve_target, target_kind
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.outputs import check_inputs_stay, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, Stage
-from tapeout.compiler.report import BuildReport, MemoryPlan, report_path, write_report
+from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.trace import INTERFACE, trace
 from tapeout.model_defs import ModelSource, TensorInfo, open_model
@@ -37,12 +38,19 @@ from tapeout.runtime.engine.manifest import Manifest
 FindTensor = Callable[[str], TensorInfo]
 
 
-def build(model: str, output: Path, options: BuildOptions, progress: Progress | None = None) -> BuildReport:
+def build(
+    model: str,
+    output: Path,
+    options: BuildOptions,
+    progress: Progress | None = None,
+    inputs: tuple[Path, ...] = (),
+) -> BuildReport:
     """Build `model` into the engine file `output`.
 
     Args:
         model: HF directory, hub id or .gguf file.
         progress: told about stages; None for silence.
+        inputs: files beside the model that must not be overwritten (the options' file).
 
     Returns:
         The report, also written to `output.report.json`. With `options.dry_run` nothing is written
@@ -52,12 +60,12 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
         TapeoutError: see its subclasses; nothing appears under `output` then.
     """
     stages = _Stages(progress or SilentProgress())
-    if not options.dry_run:
-        check_output(output)
+    check_outputs(output, options, inputs)
     host = detect_host()
     cache = TimingCache.load(options.timing_cache)
     with stages("config", model):
         source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
+        check_inputs_stay(output, options, source.files)
         limits = resolve_limits(options, source.config.get_text_config())
         dtype = resolve_dtype(options, source.config)
         if target_kind(options) == "cuda":
@@ -83,31 +91,33 @@ def build(model: str, output: Path, options: BuildOptions, progress: Progress | 
     if options.dry_run:
         return stages.finish(replace(report, file_bytes=_planned_files(report, options, chosen)))
 
-    with stages("write", str(output)) as stage:
-        staged = stage_engine(
-            output,
-            manifest,
-            program,
-            weights,
-            _reader(source, graph),
-            chosen.kernels,
-            texts_of(source, module),
-            source_digest=source.checkpoint.digest(),
-            shared=options.weights == "shared",
-            launches=chosen.launches,
-            progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
-        )
-    with staged:  # whatever fails from here on leaves nothing behind
+    with ExitStack() as stack:  # whatever fails in here leaves no engine and no temporary file
+        with stages("write", str(output)) as stage:
+            staged = stack.enter_context(
+                stage_engine(
+                    output,
+                    manifest,
+                    program,
+                    weights,
+                    _reader(source, graph),
+                    chosen.kernels,
+                    texts_of(source, module),
+                    source_digest=source.checkpoint.digest(),
+                    shared=options.weights == "shared",
+                    launches=chosen.launches,
+                    progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+                )
+            )
         verdict = _verify(options, target, stages, lambda: compare(source, staged.path, find_tensor))
-        result = staged.commit(replace(manifest, parity=verdict.manifest))
-    report = replace(
-        report,
-        file_bytes={path.name: path.stat().st_size for path in result.paths},
-        section_bytes=dict(result.sizes),
-        parity={**verdict.manifest, **verdict.figures},
-    )
-    report = stages.finish(report)
-    write_report(report, report_path(output))
+        report = stages.finish(
+            replace(
+                report,
+                file_bytes=staged.result.file_bytes,
+                section_bytes=dict(staged.result.sizes),
+                parity={**verdict.manifest, **verdict.figures},
+            )
+        )
+        staged.commit(replace(manifest, parity=verdict.manifest), (report_path(output), report.text()))
     return report
 
 

@@ -128,7 +128,7 @@ def plan_cuda(
 
 
 def check_alignment(program: Program) -> None:
-    """Raise UnsupportedError, all offenders listed, for views that kernels cannot load 16 bytes at once from."""
+    """Raise UnsupportedError, all offenders listed, for views whose rows do not start on 16 bytes."""
     offsets = {b.name: b.offset_bytes for b in program.buffers}
     problems = []
     for index, record in enumerate(program.records):
@@ -142,8 +142,8 @@ def check_alignment(program: Program) -> None:
                 )
     if problems:
         raise UnsupportedError(
-            f"operands that do not start at multiples of 16 bytes, or whose rows or heads are no multiples of "
-            f"{ROW_MULTIPLE} elements, have no CUDA kernels:\n" + "\n".join(f"  {p}" for p in problems),
+            "operands that do not start at multiples of 16 bytes, or whose rows or heads are no multiples "
+            f"of {ROW_MULTIPLE} elements, have no CUDA kernels:\n" + "\n".join(f"  {p}" for p in problems),
             hint="--target cpu runs such models",
         )
 
@@ -175,9 +175,7 @@ def _suited(tactics: Sequence[CudaTactic], rows: int) -> list[CudaTactic]:
     return [t for t in tactics if not t.max_rows or rows <= t.max_rows] or list(tactics)
 
 
-def _total_us(
-    signature: OpSignature, sizes: Sequence[int], target: CudaTarget, tactic: CudaTactic
-) -> float:
+def _total_us(signature: OpSignature, sizes: Sequence[int], target: CudaTarget, tactic: CudaTactic) -> float:
     return sum(tactic.expected_us(signature, rows, target) for rows in sizes)
 
 

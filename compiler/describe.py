@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from tapeout.compiler.ir import IR_VERSION, Module
+from tapeout.compiler.ir import IR_TEXT, IR_VERSION, Module
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import MemoryPlan
 from tapeout.compiler.targets import cuda_target
@@ -26,8 +26,6 @@ from tapeout.runtime.engine.manifest import (
 )
 from tapeout.runtime.engine.program import Program
 from tapeout.runtime.engine.target import PTXAS
-
-IR_TEXT = "graph.ir"
 
 
 def describe(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +14,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from tapeout.compiler.files import (
+    check_output,
+    remove_leftovers,
+    sync_directory,
+    temporary_file,
+    uninterrupted,
+)
 from tapeout.model_defs.weights import Read, WeightRef, recipe_digest, run_recipe
 from tapeout.plugins.errors import EngineError, TapeoutError, UsageError
 from tapeout.runtime.engine.container import KIND_ENGINE, KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
@@ -43,23 +48,12 @@ class WriteResult:
     sizes: Mapping[str, int]
     shared_reused: bool = False
 
-
-def check_output(path: str | Path) -> Path:
-    """The output path, proven writable before any work is done. Raises UsageError."""
-    path = Path(path)
-    if path.is_dir():
-        raise UsageError(f"output {path} is a directory", hint=f"name a file: -o {path / 'model.engine'}")
-    if not path.parent.is_dir():
-        raise UsageError(f"output directory {path.parent} does not exist", hint=f"mkdir -p {path.parent}")
-    try:
-        with _temporary(path):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"output {path} cannot be written: {error.strerror or error}",
-            hint="choose a directory you may write to",
-        ) from None
-    return path
+    @property
+    def file_bytes(self) -> dict[str, int]:
+        """Size of each file by its name."""
+        shared = self.sizes["shared_weights"]
+        sizes = (self.sizes["total"] - shared, shared)
+        return {path.name: size for path, size in zip(self.paths, sizes, strict=False)}
 
 
 def write_engine(
@@ -105,25 +99,35 @@ def stage_engine(
     launches: LaunchTable | None = None,
     progress: Progress | None = None,
 ) -> StagedEngine:
-    """Write an engine, and with `shared` its sibling weight file, under a temporary name.
+    """Write an engine under a temporary name; with `shared`, first its sibling weight file.
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
     digest; `launches` belongs to cuda engines. `manifest.weights` is filled in here. What is
     staged can be opened like any engine; `commit` gives it its name. Same arguments, same bytes.
     Peak memory: one recipe's result plus its largest source.
 
+    The sibling gets its name as soon as it is complete, and keeps it whatever becomes of the engine:
+    the name is the digest of what it holds, and another build may have begun to use it.
+
     Raises UsageError for an unusable path, TapeoutError when the program is unsound, a recipe
     fails or the disk is full.
     """
-    path = check_output(path)
+    target = check_output(path)
+    if shared and target.parent.resolve() != Path(path).parent.resolve():
+        raise UsageError(
+            f"output {path} is a link into {target.parent}: its weights would stand there and not be found",
+            hint=f"name the file itself: -o {target}",
+        )
+    path = target
     _check_program(program, manifest, weights)
     digest = recipe_digest(weights, source_digest, read)
     specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
     facts: dict[str, Any] = {"storage": "embedded", "digest": digest}
     seal, reused, paths, shared_bytes = _NO_SEAL, False, [path], 0
     if shared:
-        sibling = path.with_name(f"{digest[:16]}.weights.safetensors")
-        facts = {"storage": "shared", "digest": digest, "file": sibling.name}
+        remove_leftovers(path.with_name("*.weights.safetensors"))
+        sibling = check_output(path.with_name(f"{digest[:16]}.weights.safetensors"), "weight file")
+        facts = {"storage": "shared", "digest": digest, "file": f"{digest[:16]}.weights.safetensors"}
         layout = plan_layout(KIND_WEIGHTS, {"digest": digest}, specs, {})
         found = _existing_seal(sibling, digest, layout)
         reused = found is not None
@@ -146,42 +150,61 @@ def stage_engine(
     with file.failing_cleanly():
         file.write_sections(embedded, read, progress)
         file.write_integrity()
-    sizes = {**layout.sizes(), "shared_weights": shared_bytes, "total": layout.file_bytes + shared_bytes}
-    return StagedEngine(file, lay_out, WriteResult(tuple(paths), sizes, reused))
+        sizes = {**layout.sizes(), "shared_weights": shared_bytes, "total": layout.file_bytes + shared_bytes}
+        return StagedEngine(file, lay_out, WriteResult(tuple(paths), sizes, reused))
 
 
 class StagedEngine:
     """A complete engine under a temporary name. As a context manager it is dropped on the way
-    out unless it was committed."""
+    out unless it was committed; a shared weight file stays."""
 
     def __init__(
         self, file: _PendingFile, lay_out: Callable[[Manifest, int], Layout], result: WriteResult
     ) -> None:
-        self._file, self._lay_out, self._result = file, lay_out, result
-        self._committed = False
+        self._file, self._lay_out = file, lay_out
+        self.result = result  # what will be there after `commit`
 
     @property
     def path(self) -> Path:
         """Where the engine lies for now; `open_engine` takes it."""
         return self._file.temporary
 
-    def commit(self, manifest: Manifest) -> WriteResult:
-        """Seal the engine with the final manifest and rename it to its path."""
+    def commit(self, manifest: Manifest, report: tuple[Path, str] | None = None) -> WriteResult:
+        """Seal the engine with the final manifest and rename it to its path.
+
+        `report` is a path and a text that appear together with the engine: when it cannot be
+        written there is no engine, and no signal comes between the two.
+        """
         with self._file.failing_cleanly():
             self._file.replace_header(self._lay_out(manifest, len(self._file.layout.header)))
             self._file.write_integrity()
-            self._file.rename()
-        self._committed = True
-        return self._result
+        with contextlib.ExitStack() as stack:
+            pending = stack.enter_context(_pending_text(*report)) if report else None
+            with self._file.failing_cleanly(), uninterrupted():
+                if pending is not None:
+                    pending[0].replace(pending[1])
+                self._file.rename()
+        return self.result
 
     def __enter__(self) -> StagedEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        if not self._committed and not self._result.shared_reused:
-            for sibling in self._result.paths[1:]:
-                sibling.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _pending_text(path: Path, text: str) -> Iterator[tuple[Path, Path]]:
+    """A small file under a temporary name, and the name it is to get."""
+    target = check_output(path, "report")
+    remove_leftovers(target)
+    with temporary_file(target) as (temporary, file):
+        try:
+            file.write(text.encode())
+            file.flush()
+        except OSError as error:
+            raise TapeoutError(f"{path} could not be written: {error.strerror or error}") from error
+        yield temporary, target
 
 
 def _dump(data: Any) -> str:
@@ -220,6 +243,18 @@ def _existing_seal(path: Path, digest: str, layout: Layout) -> bytes | None:
         file.close()
 
 
+def write_weights_file(
+    path: Path,
+    metadata: Mapping[str, str],
+    weights: Mapping[str, WeightRef],
+    read: Read,
+    progress: Progress | None = None,
+) -> None:
+    """Write a weight file by itself, for an engine that exists already."""
+    specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
+    _write_file(path, plan_layout(KIND_WEIGHTS, metadata, specs, {}), weights, read, progress)
+
+
 def _write_file(
     path: Path,
     layout: Layout,
@@ -240,13 +275,13 @@ class _PendingFile:
     """A file being written under a temporary name, section by section."""
 
     def __init__(self, path: Path, layout: Layout, blobs: Mapping[str, bytes], shared_seal: bytes) -> None:
-        _remove_leftovers(path)
+        remove_leftovers(path)
         _check_space(path, layout.file_bytes)
         self.path, self.layout = path, layout
         self._blobs, self._shared_seal = blobs, shared_seal
         self._stack = contextlib.ExitStack()
         with self.failing_cleanly():
-            self.temporary, self._file = self._stack.enter_context(_temporary(path))
+            self.temporary, self._file = self._stack.enter_context(temporary_file(path))
 
     @contextlib.contextmanager
     def failing_cleanly(self) -> Iterator[None]:
@@ -308,7 +343,7 @@ class _PendingFile:
 
     def rename(self) -> None:
         self.temporary.replace(self.path)
-        _sync_directory(self.path.parent)
+        sync_directory(self.path.parent)
         self.close()
 
     def close(self) -> None:
@@ -330,41 +365,6 @@ def _write_weight(file: IO[bytes], checksums: WeightChecksums, array: np.ndarray
     file.write(data)
 
 
-@contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
-    """A new locked file beside `path`; removed on the way out, whatever happens, unless renamed.
-
-    The lock tells a later build that the writer is alive; it ends with the process.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            _lock(fd)
-            yield temporary, file
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _lock(fd: int) -> bool:
-    """Take the lock at once or say that another process holds it (or that there are no locks here)."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Temporary files of builds of the same output that were killed."""
-    for leftover in path.parent.iterdir():
-        if not (leftover.name.startswith(f".{path.name}.") and leftover.name.endswith(".tmp")):
-            continue
-        with contextlib.suppress(OSError), leftover.open("r+b") as file:
-            if _lock(file.fileno()):
-                leftover.unlink()
-
-
 def _check_space(path: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < needed_bytes:
@@ -377,13 +377,3 @@ def _disk_full(path: Path, needed_bytes: int, free_bytes: int | None = None) -> 
         f"no space left for {path}: it takes {needed_bytes:,} bytes, {free:,} are free in {path.parent}",
         hint="free some space or write to another disk; nothing was left behind",
     )
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename durable; some file systems cannot sync a directory, which loses only durability."""
-    with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -24,6 +24,7 @@ from tapeout.plugins.op import AttrValue
 from tapeout.runtime.engine.program import Dim
 
 IR_VERSION = 1
+IR_TEXT = "graph.ir"  # name of the text form among an engine's texts
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,11 @@ class BuildOptions:
         choices=DTYPES,
     )
     max_batch_size: int | None = _option(
-        None, int, "Most requests in flight. [default: 8 on cpu, 64 on cuda]", identity=True, check=_at_least(1)
+        None,
+        int,
+        "Most requests in flight. [default: 8 on cpu, 64 on cuda]",
+        identity=True,
+        check=_at_least(1),
     )
     max_num_tokens: int | None = _option(
         None,

@@ -7,11 +7,12 @@ and memory depend on the host and stand here, in `FILE.report.json` beside the e
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tapeout.compiler.files import write_text
 
 if TYPE_CHECKING:  # `tapeout --help` imports this module and must not load the runtime
     from tapeout.runtime.engine.manifest import Limits
@@ -26,12 +27,7 @@ def report_path(engine: Path) -> Path:
 
 def write_report(report: BuildReport, path: Path) -> None:
     """Write the report as JSON; `path` holds the old or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, report.text())
 
 
 @dataclass(frozen=True)
@@ -129,3 +125,7 @@ class BuildReport:
         data["engine"] = str(self.engine)
         data["memory"]["total_bytes"] = self.memory.total_bytes
         return {"report_version": REPORT_VERSION, **json.loads(json.dumps(data))}
+
+    def text(self) -> str:
+        """`to_json` as the text of the report file."""
+        return json.dumps(self.to_json(), indent=2) + "\n"

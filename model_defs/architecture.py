@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
-ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Rope types whose inverse frequencies depend on the length of the sequence: no constant of a graph.
+_ROPE_BY_LENGTH = {"dynamic": "changes with", "longrope": "switches at"}
 
 
 def check_supported(config: Any, where: str | Path, *, trust_remote_code: bool) -> None:
@@ -61,11 +66,13 @@ def _reasons(config: Any, model_class: Any) -> list[str]:
     layer_types = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYER_TYPES
     if layer_types:
         reasons.append(
-            f"layers of type {', '.join(sorted(layer_types))}; only attention layers are supported"
+            f"layers of type {', '.join(sorted(layer_types))}; "
+            f"supported are {', '.join(sorted(ATTENTION_LAYER_TYPES))}"
         )
     elif getattr(model_class, "_is_stateful", False):
         reasons.append("it keeps a recurrent state; only models whose state is a KV cache are supported")
-    if getattr(config, "is_decoder", True) is False:
+    reasons += _rope_reasons(config, model_class)
+    if getattr(config, "is_decoder", True) is False and _can_be_an_encoder(model_class):
         reasons.append("it is an encoder (is_decoder is false); only causal models are supported")
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = (
@@ -80,6 +87,44 @@ def _reasons(config: Any, model_class: Any) -> list[str]:
         base = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
         if causal not in architectures and base not in architectures:
             reasons.append(f"its architecture is {', '.join(architectures)}, expected {causal}")
+    if not reasons and model_class is not None and not hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS"):
+        reasons.append(
+            "its attention does not go through transformers' AttentionInterface, so it cannot be traced"
+        )
+    return reasons
+
+
+def _module(model_class: Any) -> ModuleType:
+    return sys.modules[model_class.__module__]
+
+
+def _can_be_an_encoder(model_class: Any) -> bool:
+    """Whether the model's code looks at `is_decoder`; some decoders' configs say False and mean nothing."""
+    return model_class is None or "config.is_decoder" in inspect.getsource(_module(model_class))
+
+
+def _rope_reasons(config: Any, model_class: Any) -> list[str]:
+    """Rope types that have no constant frequencies or that transformers does not know."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict) or model_class is None:
+        return []
+    own = {"rope_parameters": parameters}
+    by_layer = {f"rope_parameters.{key}": v for key, v in parameters.items() if isinstance(v, dict)}
+    reasons = []
+    for key, value in (own | by_layer).items():
+        rope_type = value.get("rope_type", "default")
+        if rope_type == "default":
+            continue
+        if not isinstance(rope_type, str) or rope_type not in ROPE_INIT_FUNCTIONS:
+            known = sorted({"default", *ROPE_INIT_FUNCTIONS} - _ROPE_BY_LENGTH.keys())
+            reasons.append(f"{key}: rope_type {rope_type!r} is unknown, expected one of {', '.join(known)}")
+        elif rope_type in _ROPE_BY_LENGTH:
+            reasons.append(
+                f"{key}: rope_type {rope_type!r} {_ROPE_BY_LENGTH[rope_type]} the length of the sequence; "
+                "only constant frequencies are supported"
+            )
     return reasons
 
 

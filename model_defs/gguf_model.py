@@ -87,6 +87,7 @@ def open_gguf(path: Path) -> ModelSource:
         pad_token_id=parts.pad_token_id,
         trust_remote_code=False,
         hf_path=str(path),
+        files=(path,),
     )
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.model_defs.architecture import base_model_prefix, check_supported, require_remote_code
-from tapeout.model_defs.hf_checkpoint import SafetensorsCheckpoint, open_checkpoint
+from tapeout.model_defs.check_config import check_generation, check_raw_config, token_ids
+from tapeout.model_defs.hf_checkpoint import INDEX, SINGLE, SafetensorsCheckpoint, open_checkpoint
+from tapeout.model_defs.hub import FILES
 from tapeout.model_defs.source import ModelSource
 from tapeout.model_defs.tokenizer import NO_TOKENIZER, TokenizerParts, tokenizer_parts
 from tapeout.model_defs.tying import resolve_tying
 from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.plugins.sample.params import shown
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json",
@@ -27,9 +30,11 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
     and tokenizers that cannot be built. The order is cheap checks first.
     """
     raw_config = _read_json(folder / "config.json", required=True)
+    check_raw_config(raw_config, folder / "config.json")
     config = _load_config(folder, raw_config, trust_remote_code)
     check_supported(config, folder, trust_remote_code=trust_remote_code)
     generation = _read_json(folder / "generation_config.json", required=False)
+    check_generation(generation, folder / "generation_config.json")
     checkpoint = _with_model_prefix(open_checkpoint(folder), base_model_prefix(config))
     config, checkpoint = resolve_tying(config, checkpoint)
     parts = _load_tokenizer(folder, trust_remote_code)
@@ -57,7 +62,16 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
         pad_token_id=_one_id(folder, "pad_token_id", token_id("pad_token_id")),
         trust_remote_code=trust_remote_code,
         hf_path=str(folder),
+        files=_model_files(folder, checkpoint),
     )
+
+
+def _model_files(folder: Path, checkpoint: SafetensorsCheckpoint) -> tuple[Path, ...]:
+    """Files of this model, and those that would change it if they appeared."""
+    there = [path for pattern in (*FILES, "*.py") for path in folder.glob(pattern)]
+    names = (SINGLE, INDEX, "config.json", "generation_config.json", *TOKENIZER_FILES)
+    shards = [tensor.path for tensor in checkpoint.files.values()]
+    return tuple(dict.fromkeys([*there, *(folder / name for name in names), *shards]))
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
@@ -72,8 +86,10 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
         )
     try:
         data = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise UsageError(f"{path} is not valid JSON: {error}", hint="download the file again") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path} is a JSON {type(data).__name__}, expected an object")
     return data
@@ -129,10 +145,10 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerParts:
 
 
 def _ids(folder: Path, name: str, value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if bad := [v for v in values if type(v) is not int or v < 0]:
-        raise UsageError(f"{folder}: {name} is {value!r}; {bad!r} are not token ids")
-    return values
+    ids = token_ids(value)
+    if ids is None:
+        raise UsageError(f"{folder}: {name} is {shown(value)}, expected a token id or a list of them")
+    return ids
 
 
 def _one_id(folder: Path, name: str, value: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class ModelSource:
         eos_token_ids: by HF's precedence. bos_token_id, pad_token_id likewise.
         trust_remote_code: whether code from the model folder may run.
         hf_path: directory or GGUF file HF can load from, for parity.
+        files: what the model is read from, or would be if it were there: nothing may overwrite it.
     """
 
     origin: str
@@ -63,3 +65,4 @@ class ModelSource:
     pad_token_id: int | None
     trust_remote_code: bool
     hf_path: str
+    files: tuple[Path, ...] = ()

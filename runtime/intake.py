@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.params import SamplingParams, shown
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_cache import pages_for
 from tapeout.runtime.tokenizer import Tokenizer
@@ -71,8 +71,8 @@ class Intake:
             reasons.append("it is empty, expected at least one token")
         bad = [i for i in ids if not 0 <= i < self.vocab_size]
         if bad:
-            shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-            reasons.append(f"token ids {shown} are outside the vocabulary, expected [0, {self.vocab_size})")
+            some = ", ".join(map(shown, bad[:5])) + (", ..." if len(bad) > 5 else "")
+            reasons.append(f"token ids {some} are outside the vocabulary, expected [0, {self.vocab_size})")
         max_tokens = self._bound_max_tokens(len(ids), params, reasons)
         if max_tokens is not None and params.min_tokens > max_tokens:
             reasons.append(f"min_tokens = {params.min_tokens}, but only {max_tokens} tokens can be generated")
@@ -87,14 +87,16 @@ class Intake:
 
     def _ids_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            unknown = sorted(map(str, set(prompt) - _PROMPT_KEYS))
+            unknown = sorted(map(shown, set(prompt) - _PROMPT_KEYS))
             if unknown or not prompt:
-                raise _Refused([f"keys {unknown}, expected 'prompt' or 'prompt_token_ids'"])
+                found = ", ".join(unknown) or "none"
+                raise _Refused([f"keys {found}, expected 'prompt' or 'prompt_token_ids'"])
             text = prompt.get("prompt")
-            if "prompt_token_ids" in prompt:
+            with_ids = "prompt_token_ids" in prompt
+            if not (isinstance(text, str) or (text is None and with_ids)):
+                raise _Refused([f"'prompt' = {shown(text)}, expected a string"])
+            if with_ids:
                 return text, _as_ids(prompt["prompt_token_ids"])
-            if not isinstance(text, str):
-                raise _Refused([f"'prompt' is a {type(text).__name__}, expected a string"])
             prompt = text
         if not isinstance(prompt, str):
             return None, _as_ids(prompt)
@@ -102,7 +104,10 @@ class Intake:
             raise _Refused(["it is empty, expected some text"])
         if self.tokenizer is None:
             raise _Refused(["it is text, but the engine has no tokenizer; pass token ids"])
-        return prompt, self.tokenizer.encode(prompt)
+        try:
+            return prompt, self.tokenizer.encode(prompt)
+        except UsageError as error:
+            raise _Refused([error.message]) from None
 
     def _bound_max_tokens(self, prompt_tokens: int, params: SamplingParams, reasons: list[str]) -> int | None:
         """Tokens that may be generated; None, with a reason added, when the prompt leaves no room."""
@@ -144,7 +149,7 @@ def _as_ids(value: Any) -> list[int]:
         raise _Refused([f"it is a {type(value).__name__}, expected a string or a list of token ids"])
     wrong = [v for v in value if isinstance(v, bool) or not isinstance(v, Integral)]
     if wrong:
-        raise _Refused([f"token ids hold {wrong[0]!r}, expected integers"])
+        raise _Refused([f"token ids hold {shown(wrong[0])}, expected integers"])
     return [int(v) for v in value]
 
 
@@ -153,10 +158,11 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray):
-        return [prompts.tolist()] if prompts.ndim == 1 else list(prompts)
-    if not isinstance(prompts, Sequence):
+        if prompts.ndim > 0:
+            return [prompts.tolist()] if prompts.ndim == 1 else list(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray, memoryview)):
         raise UsageError(
-            f"prompts is a {type(prompts).__name__}, expected a prompt or a list of prompts",
+            f"prompts = {shown(prompts)}, a {type(prompts).__name__}, expected a prompt or a list of prompts",
             hint="a prompt is a string, a list of token ids, or {'prompt_token_ids': [...]}",
         )
     if prompts and all(isinstance(p, Integral) for p in prompts):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from tapeout.plugins.errors import CapacityError, UsageError
+from tapeout.plugins.sample.params import shown
 from tapeout.runtime.engine.manifest import Limits
 
 
@@ -59,17 +62,16 @@ def plan_kv_pool(
         CapacityError: the winner leaves less than one page.
     """
     problems = []
-    if not 0 < free_memory_fraction <= 1:
-        problems.append(f"free_memory_fraction = {free_memory_fraction!r}, expected a number in (0, 1]")
-    if max_tokens is not None and max_tokens < limits.tokens_per_page:
-        problems.append(
-            f"max_tokens_in_kv_cache = {max_tokens!r}, expected at least one page of "
-            f"{limits.tokens_per_page} tokens"
-        )
-    if kv_cache_bytes is not None and kv_cache_bytes < page_bytes:
-        problems.append(
-            f"kv_cache_bytes = {kv_cache_bytes!r}, expected at least one page of {page_bytes} bytes"
-        )
+    if not _is(free_memory_fraction, Real) or not 0 < free_memory_fraction <= 1:
+        problems.append(f"free_memory_fraction = {shown(free_memory_fraction)}, expected a number in (0, 1]")
+    for name, value, page, unit in (
+        ("max_tokens_in_kv_cache", max_tokens, limits.tokens_per_page, "tokens"),
+        ("kv_cache_bytes", kv_cache_bytes, page_bytes, "bytes"),
+    ):
+        if value is not None and (not _is(value, Integral) or value < page):
+            problems.append(
+                f"{name} = {shown(value)}, expected an integer, at least one page of {page} {unit}"
+            )
     if problems:
         raise UsageError(
             "invalid KV cache options:\n" + "\n".join(f"  {p}" for p in problems),
@@ -90,3 +92,8 @@ def plan_kv_pool(
             hint="free memory, or use a smaller model or cache dtype",
         )
     return KvBudget(candidates[winner], limits.tokens_per_page, page_bytes, winner, candidates)
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether a value is a number of that kind; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import SamplingParams, unsupported_generation_settings
+from tapeout.plugins.sample.params import SamplingParams, shown, unsupported_generation_settings
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
@@ -45,7 +45,7 @@ class LLM:
             weights and activations.
         chunk_tokens: most prompt tokens of one request in a step; None = max_num_tokens.
         max_batch_size, max_num_tokens: lower the engine's limits for this process.
-        threads: CPU threads for kernels; None = the library's default.
+        threads: CPU threads for kernels, at most the machine's; None = the library's default.
         on_step: called with a `StepRecord` for every step, to see what was scheduled and why.
 
     Raises:
@@ -68,7 +68,10 @@ class LLM:
         # Executors bring native-code loading with them, which importing `LLM` need not pay for.
         from tapeout.runtime.executors import load_executor, memory_left
 
-        self.engine: Engine = open_engine(os.fspath(engine))
+        path = _engine_path(engine)
+        if on_step is not None and not callable(on_step):
+            raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
+        self.engine: Engine = open_engine(path)
         try:
             limits = self.engine.manifest.limits
             batch, tokens = _check_options(
@@ -166,7 +169,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Run one conversation, or a list of them, through the chat template."""
-        many = len(messages) > 0 and isinstance(messages[0], (list, tuple))
+        many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = messages if many else [messages]
         prompts = [
             self.chat_prompt(
@@ -195,6 +198,8 @@ class LLM:
             raise UsageError(
                 "the engine has no tokenizer, so it cannot chat", hint="pass token ids to generate"
             )
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise UsageError(f"chat_template_kwargs = {shown(chat_template_kwargs)}, expected a mapping")
         template = self._template(chat_template)
         text = template.render(
             messages,
@@ -256,6 +261,10 @@ class LLM:
             params = self.default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * num_prompts
+        if not isinstance(params, (list, tuple)):
+            raise UsageError(
+                f"sampling_params = {shown(params)}, expected SamplingParams or a list of them, one per prompt"
+            )
         if len(params) != num_prompts:
             raise UsageError(
                 f"{len(params)} sampling_params for {num_prompts} prompts, expected as many or one"
@@ -318,18 +327,33 @@ class LLM:
         return self._chat_template
 
 
+def _engine_path(engine: Any) -> str:
+    try:
+        return os.fsdecode(engine)
+    except TypeError:
+        raise UsageError(
+            f"engine = {shown(engine)}, expected the path of an engine file",
+            hint="`tapeout build` writes one",
+        ) from None
+
+
 def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int, int]:
     """The effective max_batch_size and max_num_tokens; UsageError names every bad option."""
-    ceilings = {"max_batch_size": batch, "max_num_tokens": tokens}
+    cpus = os.cpu_count() or 1
+    ceilings = {
+        # Many more threads than that and the OpenMP library ends the process.
+        "threads": (cpus, f"this machine has {cpus} CPUs"),
+        "max_batch_size": (batch, f"the engine was built for at most {batch}"),
+        "max_num_tokens": (tokens, f"the engine was built for at most {tokens}"),
+    }
     problems = []
     for name, value in options.items():
-        ceiling = ceilings.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(f"{name} = {value!r}, expected an integer of at least 1")
-        elif ceiling is not None and value > ceiling:
-            problems.append(f"{name} = {value}, but the engine was built for at most {ceiling}")
+            problems.append(f"{name} = {shown(value)}, expected an integer of at least 1")
+        elif name in ceilings and value > ceilings[name][0]:
+            problems.append(f"{name} = {shown(value)}, but {ceilings[name][1]}")
     if problems:
         raise UsageError(
             "invalid options:\n" + "\n".join(f"  {p}" for p in problems),

@@ -219,7 +219,7 @@ class EngineLoop:
             if request is None:
                 self._counts["surplus_rows"] += 1
             elif not finite[index]:
-                self._fail(request, f"the model's logits are not finite at position {row.start}")
+                self._fail(request, _not_finite(row.start))
             else:
                 self._take_token(request, token_ids[index], result.logprobs[index], now)
                 taken += 1
@@ -280,6 +280,10 @@ class EngineLoop:
     def _release(self, request: Request) -> None:
         self.kv_cache.free(request.slot)
         self.capacity.release(request)
+
+
+def _not_finite(position: int) -> str:
+    return f"no token can be chosen at position {position}: logits or what penalties make of them are not finite"
 
 
 def _ended_by_id(request: Request, token_id: int) -> Finish | None:

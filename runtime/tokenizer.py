@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tapeout.plugins.errors import EngineCorruptError
+from tapeout.plugins.errors import EngineCorruptError, UsageError
+from tapeout.plugins.sample.params import surrogate_problem
 from tapeout.runtime.engine.manifest import TokenizerFacts
 
 if TYPE_CHECKING:
@@ -34,7 +35,13 @@ class Tokenizer:
         self.backend.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text. Chat text is encoded with add_special_tokens=False: its template wrote BOS."""
+        """Ids of a text. Chat text is encoded with add_special_tokens=False: its template wrote BOS.
+
+        Raises:
+            UsageError: the string is no Unicode text.
+        """
+        if (problem := surrogate_problem(text)) is not None:
+            raise UsageError(f"the text {problem}", hint="remove lone surrogates such as '\\ud800'")
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

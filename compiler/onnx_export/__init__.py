@@ -22,8 +22,7 @@ from pathlib import Path
 import onnx
 from onnx import helper
 
-from tapeout.compiler.describe import IR_TEXT
-from tapeout.compiler.ir import IR_VERSION, Module, parse
+from tapeout.compiler.ir import IR_TEXT, IR_VERSION, Module, parse
 from tapeout.compiler.onnx_export.graph import TensorFile, build_graph
 from tapeout.compiler.onnx_export.op_schemas import DOMAIN, DOMAIN_VERSION, register_op_schemas
 from tapeout.compiler.onnx_export.standard_ops import OPSET

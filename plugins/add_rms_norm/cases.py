@@ -5,8 +5,7 @@ from __future__ import annotations
 from tapeout.plugins.case import Case, Tolerance, signature
 from tapeout.plugins.cpu import TensorType
 
-#: As rms_norm's. bfloat16: with cast_before_weight two roundings follow each other. Another order of summing may turn
-#: the first one over (2**-7 of the value at most), and the second adds half of that on either side.
+#: As rms_norm's, and for the same reason.
 TOLERANCE = {"float32": Tolerance(2e-6, 2e-6), "bfloat16": Tolerance(1e-6, 2.0**-6)}
 
 _SHAPES: tuple[tuple[int | str, ...], ...] = (("T", 64), ("T", 100), ("T", 5, 64), ("T", 576))

@@ -131,6 +131,7 @@ class StreamingLinear(_Linear):
     def __init__(self, tile: Tile) -> None:
         super().__init__("skinny" if tile.t > 1 else "gemv", tile)
         self.max_rows = 4 * tile.t if tile.t > 1 else 4
+        self.batch_invariant = tile.t == 1  # another row block may add up in another order
 
     def _block_rows(self, rows: int) -> int:
         return min(self.tile.t, max(16, power_of_two(rows))) if self.tile.t > 1 else 1

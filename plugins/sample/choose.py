@@ -58,7 +58,7 @@ def choose_id(
 
     Args:
         logits: [V] float32 after penalties and masks; -inf = never; at least one finite.
-        temperature: > 0. top_k: 0 = off. top_p, min_p: as in SamplingParams.
+        temperature: > 0 in float32 too. top_k: 0 = off. top_p, min_p: as in SamplingParams.
         word: uniform 64-bit integer.
     """
     with np.errstate(over="ignore"):  # a tiny temperature may send a loser to -inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +14,14 @@ from tapeout.plugins.errors import UsageError
 
 MAX_LOGPROBS = 20
 _SEED_LIMIT = 2**64
+_COUNT_LIMIT = 2**63
+_ID_LIMIT = 2**31  # ids and top_k are int32 on a device
+
+# Kernels compute in float32. Beyond these, a scaled logit is no longer a number there, while within
+# them they already mean "the most likely id only", "uniform", or "never again".
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-5, 1e5
+_LEAST_PENALTY, _MOST_PENALTY = 1e-3, 1e3
+_SHOWN_CHARACTERS = 120
 
 # HF generation-config keys that change which tokens come out and that we do not apply, with the
 # values at which they do nothing. Others (cache, output and assistant settings) do not matter here.
@@ -48,11 +56,11 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate; None = as many as the engine's limits allow.
         min_tokens: EOS, stop ids and stop strings have no effect before this many tokens.
-        temperature: 0 = greedy (the lowest id among the maxima).
+        temperature: 0 = greedy (the lowest id among the maxima), else in [1e-5, 1e5].
         top_k: keep ids whose logit is at least the k-th largest; 0 or -1 = off.
         top_p: keep an id while the ids above it hold less than this probability; 1 = off.
         min_p: keep ids with at least this share of the largest probability; 0 = off.
-        repetition_penalty: > 1 discourages ids of the prompt and the output; 1 = off.
+        repetition_penalty: > 1 discourages ids of the prompt and the output; 1 = off; in [1e-3, 1e3].
         presence_penalty: subtracted once for an id in the output, in [-2, 2].
         frequency_penalty: subtracted per occurrence in the output, in [-2, 2].
         seed: fixes the draws; None = a fresh one for each request, told in the result.
@@ -87,13 +95,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = _Checks(self)
-        checks.integer("max_tokens", "at least 1, or None", lambda v: v >= 1, optional=True)
-        checks.integer("min_tokens", "at least 0", lambda v: v >= 0)
-        checks.number("temperature", "a finite number >= 0 (0 = greedy)", lambda v: v >= 0)
-        checks.integer("top_k", "at least 1, or 0 / -1 for off", lambda v: v >= -1)
+        checks.integer("max_tokens", "in [1, 2**63), or None", lambda v: 1 <= v < _COUNT_LIMIT, optional=True)
+        checks.integer("min_tokens", "in [0, 2**63)", lambda v: 0 <= v < _COUNT_LIMIT)
+        checks.number(
+            "temperature",
+            f"0 (greedy) or a number in [{_LEAST_TEMPERATURE:g}, {_MOST_TEMPERATURE:g}]",
+            lambda v: v == 0 or _LEAST_TEMPERATURE <= v <= _MOST_TEMPERATURE,
+        )
+        checks.integer("top_k", "in [1, 2**31), or 0 / -1 for off", lambda v: -1 <= v < _ID_LIMIT)
         checks.number("top_p", "in (0, 1]", lambda v: 0 < v <= 1)
         checks.number("min_p", "in [0, 1]", lambda v: 0 <= v <= 1)
-        checks.number("repetition_penalty", "a finite number > 0", lambda v: v > 0)
+        checks.number(
+            "repetition_penalty",
+            f"a number in [{_LEAST_PENALTY:g}, {_MOST_PENALTY:g}]",
+            lambda v: _LEAST_PENALTY <= v <= _MOST_PENALTY,
+        )
         checks.number("presence_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         checks.number("frequency_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2)
         checks.integer("seed", "in [0, 2**64), or None", lambda v: 0 <= v < _SEED_LIMIT, optional=True)
@@ -153,11 +169,19 @@ class SamplingParams:
         }
         if not generation.get("do_sample"):
             values["temperature"] = 0.0
-        values |= {name: value for name, value in overrides.items() if value is not None}
-        if isinstance(most := overrides.get("max_tokens"), int) and overrides.get("min_tokens") is None:
-            # The model's own minimum must not make the caller's smaller maximum invalid.
-            values["min_tokens"] = min(values.get("min_tokens", 0), most)
-        return cls(**values)
+        given = {name: value for name, value in overrides.items() if value is not None}
+        values |= given
+        if "min_tokens" not in given:
+            _lower_model_minimum(values)
+        try:
+            return cls(**values)
+        except UsageError as error:
+            message = _with_origin(error.message, values.keys() - given.keys())
+            if message == error.message:
+                raise
+            raise UsageError(
+                message, hint="give values of your own, or build the engine from a corrected checkpoint"
+            ) from None
 
 
 _GENERATION_KEYS = {
@@ -169,6 +193,20 @@ _GENERATION_KEYS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
+
+
+def _lower_model_minimum(values: dict[str, Any]) -> None:
+    """The model's own minimum must not make a smaller maximum, the caller's above all, invalid."""
+    low, high = values.get("min_tokens"), values.get("max_tokens", SamplingParams.max_tokens)
+    if _is_integer(low) and _is_integer(high) and low > high > 0:
+        values["min_tokens"] = high
+
+
+def _with_origin(message: str, names: Iterable[str]) -> str:
+    """The problems of `message` with a note on those about a value of the generation config."""
+    ours = tuple(f"  {name} = " for name in names)
+    note = " (from the engine's generation config)"
+    return "\n".join(line + note if line.startswith(ours) else line for line in message.split("\n"))
 
 
 def unsupported_generation_settings(generation: Mapping[str, Any]) -> list[str]:
@@ -189,6 +227,24 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def shown(value: Any) -> str:
+    """`repr` for a message: shortened, and never failing as that of an integer of 5000 digits does."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"<{type(value).__name__} too long to print>"
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
+
+def surrogate_problem(text: str) -> str | None:
+    """What keeps a string from being Unicode text (JSON and arguments can hold such); None when it is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds {text[error.start]!r} at character {error.start}, which is no Unicode text"
+    return None
+
+
 class _Checks:
     """Collects problems and normal forms of one SamplingParams."""
 
@@ -198,7 +254,7 @@ class _Checks:
         self.normal: dict[str, Any] = {}
 
     def _expected(self, name: str, expected: str) -> None:
-        self.problems.append(f"{name} = {getattr(self.params, name)!r}, expected {expected}")
+        self.problems.append(f"{name} = {shown(getattr(self.params, name))}, expected {expected}")
 
     def integer(self, name: str, expected: str, valid: Callable[[int], bool], optional: bool = False) -> None:
         value = getattr(self.params, name)
@@ -211,11 +267,14 @@ class _Checks:
 
     def number(self, name: str, expected: str, valid: Callable[[float], bool]) -> None:
         value = getattr(self.params, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and valid(value)):
+        try:
+            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:  # an integer beyond every float
+            number = math.inf
+        if not (math.isfinite(number) and valid(number)):
             self._expected(name, expected)
         else:
-            self.normal[name] = float(value)
+            self.normal[name] = number
 
     def flag(self, name: str) -> None:
         if not isinstance(getattr(self.params, name), bool):
@@ -226,14 +285,18 @@ class _Checks:
         strings = (value,) if isinstance(value, str) else () if value is None else value
         if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
             self._expected("stop", "a non-empty string or a list of them")
+        elif reason := next(filter(None, map(surrogate_problem, strings)), None):
+            self._expected("stop", f"Unicode text, but it {reason}")
         else:
             self.normal["stop"] = tuple(dict.fromkeys(strings))
 
     def stop_ids(self) -> None:
         value: Any = self.params.stop_token_ids
         ids = () if value is None else value
-        if not isinstance(ids, (list, tuple)) or not all(_is_integer(i) and i >= 0 for i in ids):
-            self._expected("stop_token_ids", "a list of token ids >= 0")
+        if not isinstance(ids, (list, tuple)) or not all(
+            _is_integer(i) and 0 <= i < _ID_LIMIT for i in ids
+        ):
+            self._expected("stop_token_ids", "a list of token ids in [0, 2**31)")
         else:
             self.normal["stop_token_ids"] = tuple(dict.fromkeys(int(i) for i in ids))
 

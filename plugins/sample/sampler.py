@@ -7,6 +7,7 @@ depends on the other rows of the step.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,6 +17,9 @@ from tapeout.plugins.sample.choose import choose_id
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.philox import draw_u64
 from tapeout.plugins.sample.result import Logprob, SampleResult
+
+
+logger = logging.getLogger("tapeout")
 
 
 class _Slot:
@@ -70,6 +74,8 @@ class Sampler:
         Args:
             logits: [R, V] float32, rows may be strided; never modified.
             slots: [R], each at most once. positions: [R] of the rows' input tokens, key of the draw.
+
+        A row for which no id can be chosen is not `finite` in the result; the others are not touched.
         """
         if logits.ndim != 2 or logits.shape[1] != self.vocab_size or logits.dtype != np.float32:
             raise UsageError(
@@ -88,10 +94,16 @@ class Sampler:
             if not (np.isfinite(row[best]) and np.isfinite(row.min())):
                 finite[r] = False
                 continue
-            token_id = self._choose(row, best, state, int(words[r]))
+            try:
+                token_id = self._choose(row, best, state, int(words[r]))
+                if state.params.logprobs is not None:
+                    logprobs[r] = top_logprobs(row, token_id, state.params.logprobs)
+            except Exception:
+                # The step's other rows belong to other requests.
+                logger.exception("slot %d: no id can be chosen with %s", slots[r], state.params)
+                finite[r] = False
+                continue
             token_ids[r] = token_id
-            if state.params.logprobs is not None:
-                logprobs[r] = top_logprobs(row, token_id, state.params.logprobs)
             state.record(token_id)
         return SampleResult(token_ids, tuple(logprobs), finite)
 
@@ -118,6 +130,8 @@ class Sampler:
             penalize(scores, params, state.counts, state.seen)
             if below_min:
                 scores[state.ending_ids] = -np.inf
+            if not np.isfinite(highest := scores.max()):
+                raise ArithmeticError(f"the largest score after penalties and masks is {highest}")
         if params.greedy:
             return int(scores.argmax())
         return choose_id(
@@ -140,6 +154,11 @@ def penalize(
     """
     if counts is None or seen is None:
         return
+    with np.errstate(over="ignore"):  # the caller looks for infinities
+        _penalize(scores, params, counts, seen)
+
+
+def _penalize(scores: np.ndarray, params: SamplingParams, counts: np.ndarray, seen: np.ndarray) -> None:
     if params.repetition_penalty != 1.0:
         ids = np.flatnonzero(seen)
         factor = np.float32(params.repetition_penalty)

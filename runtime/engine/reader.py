@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from tapeout.runtime.engine.integrity import Verifier
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.manifest import FORMAT_VERSION, Manifest
 from tapeout.runtime.engine.program import Program
+
+logger = logging.getLogger("tapeout")
 
 _WRONG_FILE = "pass the file that `tapeout build -o FILE` wrote"
 
@@ -196,8 +199,8 @@ class Engine:
         return tuple(e.name.removeprefix(section + "/") for e in self._file.layout.section(section))
 
 
-def open_engine(path: str | Path, *, verify: bool = True) -> Engine:
-    """Open an engine file.
+def open_engine(path: str | Path, *, verify: bool = True, weights: bool = True) -> Engine:
+    """Open an engine file; `weights=False` leaves a shared weight file alone.
 
     Header, manifest and program are always checked; `verify` adds kernels, texts and weights
     (reads the whole file once). Raises UsageError when there is no such file, EngineCorruptError
@@ -215,7 +218,7 @@ def open_engine(path: str | Path, *, verify: bool = True) -> Engine:
         if manifest.format_version != FORMAT_VERSION:
             raise _other_version(str(path), str(manifest.format_version))
         weights_file = None
-        if manifest.weights.get("storage") == "shared":
+        if weights and manifest.weights.get("storage") == "shared":
             weights_file = _open_shared(path, manifest, file.verifier.shared_seal)
             stack.callback(weights_file.close)
         if verify:
@@ -233,12 +236,14 @@ def open_weights_file(path: Path) -> MappedFile:
 
 def _check_path(path: Path) -> None:
     hint = _WRONG_FILE
-    if path.is_dir():
+    try:
+        directory, file, exists = path.is_dir(), path.is_file(), path.exists()
+    except OSError as error:  # a name that is too long, a directory that may not be searched
+        raise UsageError(f"engine {path} cannot be read: {error.strerror}", hint=hint) from None
+    if directory:
         raise UsageError(f"{path} is a directory, expected an engine file", hint=hint)
-    if not path.is_file():
-        raise UsageError(
-            f"engine {path} does not exist" if not path.exists() else f"{path} is not a file", hint=hint
-        )
+    if not file:
+        raise UsageError(f"{path} is not a file" if exists else f"engine {path} does not exist", hint=hint)
 
 
 def _open_file(path: Path, kind: str) -> MappedFile:
@@ -259,6 +264,10 @@ def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
             hint="copy both files into one directory, or build with --weights embedded",
         )
     file = _open_file(shared, KIND_WEIGHTS)
+    if file.metadata.get("digest") == digest and "dummy" in file.metadata:
+        seed = file.metadata["dummy"]
+        logger.warning("%s holds random weights (seed %s): the output means nothing", name, seed)
+        return file
     if file.metadata.get("digest") != digest or file.verifier.seal != seal:
         file.close()
         raise EngineIncompatibleError(

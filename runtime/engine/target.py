@@ -42,7 +42,7 @@ def check_target(engine: Engine, host: HostCpu) -> None:
     kind, _, level = target.partition(":")
     here = f"cpu:{host.level}"
     if kind != "cpu":
-        raise _not_for(engine, f"this machine is {here}")
+        raise not_for(engine, f"this machine is {here}")
     family = next((f for f in CPU_LEVELS if level in f), ())
     if host.level not in family or family.index(host.level) < family.index(level):
         raise EngineIncompatibleError(
@@ -59,15 +59,15 @@ def check_gpu(engine: Engine, gpu: GpuFacts) -> None:
     """
     target, table = engine.manifest.target, engine.launches
     if table is None:
-        raise _not_for(engine, "but holds no launches for a GPU")
+        raise not_for(engine, "but holds no launches for a GPU")
     if gpu.sm != table.sm:
-        raise _not_for(engine, f"whose kernels are for sm_{table.sm}; this GPU is {gpu.name}, sm_{gpu.sm}")
+        raise not_for(engine, f"whose kernels are for sm_{table.sm}; this GPU is {gpu.name}, sm_{gpu.sm}")
     needed = engine.manifest.versions.get(PTXAS, "")
     # Minor versions of CUDA are compatible: a driver loads what a newer toolkit of its major version made.
     if needed and gpu.driver_version // 1000 < int(needed.partition(".")[0]):
         have = f"{gpu.driver_version // 1000}.{gpu.driver_version % 1000 // 10}"
         raise EngineIncompatibleError(
-            f"{engine.path} holds kernels made with CUDA {needed}, the driver of this machine supports CUDA {have}",
+            f"{engine.path} holds kernels made with CUDA {needed}, this machine's driver is for CUDA {have}",
             hint=f"install a driver for CUDA {needed.partition('.')[0]}.0 or newer",
         )
     sku = target.removeprefix("cuda:")
@@ -84,7 +84,8 @@ def _is_model(name: str, sku: str) -> bool:
     return sku in words or any(a + b == sku for a, b in pairwise(words))
 
 
-def _not_for(engine: Engine, why: str) -> EngineIncompatibleError:
+def not_for(engine: Engine, why: str) -> EngineIncompatibleError:
+    """The error that `engine` was built for another machine than this one."""
     return EngineIncompatibleError(
         f"{engine.path} was built for {engine.manifest.target}, {why}",
         hint="build it for this machine: tapeout build MODEL --target TARGET -o FILE",

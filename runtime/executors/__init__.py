@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tapeout.plugins.errors import EngineIncompatibleError, UsageError
+from tapeout.plugins.errors import UsageError
 from tapeout.plugins.native.host import detect_host
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_target
@@ -30,12 +31,11 @@ def load_executor(
     `num_pages` pages of KV cache. On `cpu`: `threads` for kernels (None: the library's default);
     `release_weights` trades speed for memory: no weight stays in memory after its record;
     `max_buckets` bound row counts are kept. Raises CapacityError when memory is short,
-    EngineIncompatibleError when the engine was built for another target.
+    EngineIncompatibleError when the engine was built for another target, UsageError when a package it
+    needs is not installed.
     """
     if is_cuda(engine):
-        from tapeout.runtime.executors.cuda import CudaExecutor
-
-        return CudaExecutor(engine, num_pages=num_pages)
+        return _cuda_module(engine).CudaExecutor(engine, num_pages=num_pages)
     check_target(engine, detect_host())
     try:
         import torch  # noqa: F401
@@ -51,22 +51,29 @@ def load_executor(
 
 
 def memory_left(engine: Engine) -> int:
-    """Bytes free for the KV cache beside weights and activations, where the engine runs."""
-    if is_cuda(engine):
-        # Asked before anything is loaded, so this is where a machine that cannot run it is told.
-        try:
-            from tapeout.runtime.executors.cuda import device_memory_left
+    """Bytes free for the KV cache beside weights and activations, where the engine runs.
 
-            return device_memory_left(engine)
-        except (ImportError, EngineIncompatibleError) as error:
-            raise EngineIncompatibleError(
-                f"{engine.path} was built for {engine.manifest.target}, this machine is "
-                f"cpu:{detect_host().level}: {error}",
-                hint="build it for this machine: tapeout build MODEL --target cpu -o FILE",
-            ) from error
+    Asked before anything is loaded: a machine that cannot run a cuda engine at all is told here.
+    """
+    if is_cuda(engine):
+        return _cuda_module(engine).device_memory_left(engine)
     weights = sum(info.size_bytes for info in engine.weights.values())
     return max(available_host_bytes() - weights - engine.program.arena_bytes, 0)
 
 
 def is_cuda(engine: Engine) -> bool:
     return engine.manifest.target.startswith("cuda:")
+
+
+def _cuda_module(engine: Engine) -> ModuleType:
+    try:
+        import cuda.bindings.driver  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            f"{engine.path} was built for {engine.manifest.target}: cuda engines need cuda-bindings, "
+            "which is not installed",
+            hint="pip install 'tapeout[cuda]'",
+        ) from None
+    from tapeout.runtime.executors import cuda as module
+
+    return module

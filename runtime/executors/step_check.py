@@ -77,10 +77,15 @@ class StepChecker:
             (_within(inputs.slots, limits.max_batch_size), f"slots outside [0, {limits.max_batch_size})"),
             (_within(inputs.row_slots, limits.max_batch_size), f"slots outside [0, {limits.max_batch_size})"),
         ]
+        if offsets_fine:
+            written = inputs.positions < np.repeat(inputs.kv_lens, lengths)
+            rules.append((bool(written.all()), "a position at or above its sequence's cache length"))
         if offsets_fine and rows_fine:
             slots = np.repeat(inputs.slots, lengths)[inputs.row_ids]
             same = np.array_equal(slots, inputs.row_slots)
-            rules.append((same, f"slots {inputs.row_slots.tolist()} for logit rows of slots {slots.tolist()}"))
+            rules.append(
+                (same, f"slots {inputs.row_slots.tolist()} for logit rows of slots {slots.tolist()}")
+            )
         return [text for fine, text in rules if not fine]
 
 

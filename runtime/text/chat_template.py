@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tapeout.plugins.errors import UsageError
+from tapeout.plugins.sample.params import shown
 
 if TYPE_CHECKING:
     import jinja2
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 Message = Mapping[str, Any]
+
+#: What a template's own expressions raise on values they were not written for.
+_TEMPLATE_FAILURES = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class ChatTemplate:
@@ -30,6 +41,8 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         import jinja2
 
+        if not isinstance(source, str):
+            raise UsageError(f"chat_template = {shown(source)}, expected the text of a Jinja template")
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
@@ -71,7 +84,7 @@ class ChatTemplate:
                 f"the chat template refused the conversation: {error.message or type(error).__name__}",
                 hint="roles the template knows and their order are in the engine's chat template",
             ) from error
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except _TEMPLATE_FAILURES as error:
             raise UsageError(
                 f"the chat template failed on the conversation: {type(error).__name__}: {error}"
             ) from error
@@ -81,7 +94,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Copies of the messages with text parts joined; UsageError names every malformed one."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise UsageError(
-            f"messages is a {type(messages).__name__}, expected a list of {{'role': ..., 'content': ...}}"
+            f"messages = {shown(messages)}, a {type(messages).__name__}, expected a list of "
+            "{'role': ..., 'content': ...}"
         )
     problems: list[str] = []
     checked: list[dict[str, Any]] = []
@@ -90,14 +104,14 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             problems.append(f"message {i} is a {type(message).__name__}, expected a mapping")
             continue
         if not isinstance(message.get("role"), str):
-            problems.append(f"message {i}: role = {message.get('role')!r}, expected a string")
+            problems.append(f"message {i}: role = {shown(message.get('role'))}, expected a string")
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
             bad = [p for p in content if not (isinstance(p, Mapping) and p.get("type") == "text")]
-            problems += [f"message {i}: content part {p!r}, expected {{'type': 'text', ...}}" for p in bad]
+            problems += [f"message {i}: content part {shown(p)}, expected {{'type': 'text', ...}}" for p in bad]
             content = "".join(str(p.get("text", "")) for p in content if isinstance(p, Mapping))
         elif content is not None and not isinstance(content, str):
-            problems.append(f"message {i}: content = {content!r}, expected a string or a list of text parts")
+            problems.append(f"message {i}: content = {shown(content)}, expected a string or a list of text parts")
         checked.append({**message, "content": content} if "content" in message else dict(message))
     if not messages:
         problems.append("there are no messages")

@@ -53,7 +53,12 @@ class Compiler:
         self.error: BaseException | None = None
 
     def build(
-        self, model: str, output: Path, options: BuildOptions, progress: Progress | None
+        self,
+        model: str,
+        output: Path,
+        options: BuildOptions,
+        progress: Progress | None,
+        inputs: tuple[Path, ...] = (),
     ) -> BuildReport:
         self.calls.append((model, output, options))
         assert progress is not None
@@ -146,12 +151,27 @@ def test_unknown_key_of_a_file_is_a_usage_error(compiler: Compiler) -> None:
     assert compiler.calls == []
 
 
-def test_cuda_is_refused(compiler: Compiler) -> None:
-    result = run("m", "-o", "a.engine", "--target", "cuda:sm_90")
-    assert result.exit_code == 5
-    assert "'cuda:sm_90'" in result.stderr
-    assert "--target cpu" in result.stderr
+@pytest.mark.parametrize(
+    ("args", "code", "part"),
+    [
+        (["--target", "cuda"], 2, "cuda:sm_NN or cuda:SKU"),
+        (["--target", "cuda:sm_70"], 5, "expected cuda: and one of a100"),
+        (["--target", "cuda:sm_90", "--quantize", "int8-dynamic"], 5, "'int8-dynamic' has no kernels"),
+    ],
+)
+def test_what_no_gpu_can_be_is_refused_at_once(
+    compiler: Compiler, args: list[str], code: int, part: str
+) -> None:
+    result = run("m", "-o", "a.engine", *args)
+    assert result.exit_code == code
+    assert part in result.stderr
     assert compiler.calls == []
+
+
+def test_gpus_reach_the_compiler(compiler: Compiler) -> None:
+    for target in ("cuda:sm_90", "cuda:h200"):
+        ok("m", "-o", "a.engine", "--target", target)
+    assert [options.target for _, _, options, *_ in compiler.calls] == ["cuda:sm_90", "cuda:h200"]
 
 
 def test_output_is_required_unless_nothing_is_written(compiler: Compiler) -> None:

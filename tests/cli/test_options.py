@@ -115,15 +115,25 @@ def test_a_step_must_hold_a_token_of_every_request() -> None:
         BuildOptions(max_batch_size=8, max_num_tokens=4)
 
 
-@pytest.mark.parametrize("target", ["cuda", "cuda:sm_90", "cuda:h100"])
-def test_cuda_is_refused_with_its_own_exit_code(target: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{target}.*expected auto or cpu"):
+@pytest.mark.parametrize("target", ["cuda:sm_80", "cuda:sm_90", "cuda:h100", "cuda:rtx5090"])
+def test_known_gpus_are_targets(target: str) -> None:
+    assert BuildOptions(target=target).target == target
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_91", "cuda:h1000"])
+def test_an_unknown_gpu_is_refused_with_what_there_is(target: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{target}.*h100.*sm_90"):
         BuildOptions(target=target)
+
+
+def test_cuda_alone_names_no_gpu() -> None:
+    with pytest.raises(UsageError, match="target: 'cuda' is invalid, expected a GPU with it"):
+        BuildOptions(target="cuda")
 
 
 def test_an_invalid_value_is_told_before_an_unsupported_target() -> None:
     with pytest.raises(UsageError, match="max_batch_size"):
-        BuildOptions(target="cuda:sm_90", max_batch_size=0)
+        BuildOptions(target="cuda:sm_91", max_batch_size=0)
 
 
 def test_flag_over_file_over_default(tmp_path: Path) -> None:

@@ -24,6 +24,16 @@ def test_defaults_follow_the_models_positions(positions: int, length: int) -> No
     assert limits == Limits(max_batch_size=8, max_num_tokens=512, max_seq_len=length, tokens_per_page=32)
 
 
+def test_a_gpu_has_larger_defaults() -> None:
+    limits = resolve_limits(BuildOptions(target="cuda:sm_90"), config())
+    assert (limits.max_batch_size, limits.max_num_tokens) == (64, 2048)
+
+
+def test_a_gpu_refuses_float16_under_its_name() -> None:
+    with pytest.raises(UnsupportedError, match="not supported on target cuda:h100"):
+        resolve_dtype(BuildOptions(target="cuda:h100"), config(dtype=torch.float16))
+
+
 def test_what_is_asked_for_counts() -> None:
     options = BuildOptions(max_batch_size=3, max_num_tokens=20, max_seq_len=100, tokens_per_page=16)
     assert resolve_limits(options, config()) == Limits(3, 20, 100, 16)

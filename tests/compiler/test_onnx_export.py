@@ -59,7 +59,7 @@ def build_tiny(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
                 **options,
             )
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("tapeout.compiler.build.select_tactics", _untimed)
+                patch.setattr("tapeout.compiler.choose.select_tactics", _untimed)
                 model = models.make_tiny(model_type, folder / "model", **CONFIGS.get(model_type, {}))
                 build(str(model), folder / "m.engine", chosen)
             made[key] = folder / "m.engine"

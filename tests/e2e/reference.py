@@ -61,10 +61,16 @@ class Reference:
         best = self.logits[name][position].topk(2).values
         return float(best[0] - best[1])
 
-    def bf16_errors(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """`[NEW_TOKENS]` for each name: the largest difference of HF's bfloat16 from its float32 logits."""
+    def bf16_errors(self, positions: Mapping[str, int]) -> dict[str, float]:
+        """For each name, at its position: the largest difference of HF's bfloat16 from its float32 logits."""
         model = hf_model(self.source, "bfloat16")
-        return {n: (self._along(model, n) - self.logits[n]).abs().amax(-1) for n in names}
+        errors = {}
+        for name, i in positions.items():
+            ids = torch.tensor([self.prompts[name] + self.greedy[name][:i]])
+            with torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, 0].float()
+            errors[name] = float((logits - self.logits[name][i]).abs().max())
+        return errors
 
     def _along(self, model: Any, name: str) -> torch.Tensor:
         """Logits that choose each generated token, from one forward over prompt and answer."""

@@ -140,7 +140,7 @@ def test_weights_that_are_not_finite(
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
-Path(__file__).with_name("ran").touch()
+Path("MARKER").touch()
 class OwnConfig(LlamaConfig):
     model_type = "own"
 class OwnForCausalLM(LlamaForCausalLM):
@@ -151,27 +151,26 @@ class OwnForCausalLM(LlamaForCausalLM):
 @pytest.mark.parametrize("allowed", [False, True])
 def test_code_of_a_model_runs_only_when_allowed(
     tapeout: Callable[..., subprocess.CompletedProcess[str]],
+    invoke: Invoke,
     checkpoint: Path,
     edit_json: Edit,
     tmp_path: Path,
     allowed: bool,
 ) -> None:
     marker = tmp_path / "ran"
-    code = CODE.replace('Path(__file__).with_name("ran")', f"Path({str(marker)!r})")
-    (checkpoint / "own.py").write_text(code)
+    (checkpoint / "own.py").write_text(CODE.replace("MARKER", str(marker)))
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     edit_json(
         checkpoint / "config.json", model_type="own", architectures=["OwnForCausalLM"], auto_map=auto_map
     )
-    flags = ["--trust-remote-code"] if allowed else []
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf")}
-    result = tapeout("build", checkpoint, "-o", tmp_path / "m.engine", "--dry-run", *flags, env=environment)
-    assert marker.exists() == allowed
-    assert not (tmp_path / "m.engine").exists()
-    if allowed:
+    build = ["build", checkpoint, "-o", tmp_path / "m.engine", "--dry-run"]
+    if allowed:  # in a process of its own, because the code becomes part of the one that runs it
+        result = tapeout(*build, "--trust-remote-code", env={**os.environ, "HF_HOME": str(tmp_path / "hf")})
         assert result.returncode == 0, result.stderr
     else:
-        refused(result, 2, "'own'", "own Python code", "--trust-remote-code")
+        refused(invoke(*build), 2, "'own'", "own Python code", "--trust-remote-code")
+    assert marker.exists() == allowed
+    assert not (tmp_path / "m.engine").exists()
 
 
 def test_hub_id_without_network(build: Callable[..., Result]) -> None:
@@ -185,7 +184,10 @@ def test_hub_id_without_network(build: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "parts"),
     [
-        (["--target", "cuda:sm_90"], 5, ["'cuda:sm_90'", "auto or cpu"]),
+        (["--target", "cuda:sm_35"], 5, ["'cuda:sm_35'", "sm_90", "h100"]),
+        (["--target", "cuda"], 2, ["'cuda'", "cuda:sm_NN or cuda:SKU"]),
+        (["--target", "cuda:sm_90", "--quantize", "int8-dynamic"], 5, ["'int8-dynamic'", "cuda:sm_90"]),
+        (["--target", "cuda:sm_90", "--dtype", "fp16"], 5, ["'float16'", "cuda:sm_90"]),
         (["--target", "tpu"], 2, ["'tpu'", "expected auto, cpu, cuda:sm_NN"]),
         (["--dtype", "fp16"], 5, ["'float16'", "target cpu", "float32, bfloat16"]),
         (["--max-seq-len", "100000"], 2, ["100000", "512 positions"]),

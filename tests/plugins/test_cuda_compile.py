@@ -16,7 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cuda_variants
 from cuda_variants import LIMITS, SHARED_BYTES, SMS, launches, occupied, variants
 
+from tapeout.plugins.case import signature
+from tapeout.plugins.cpu import TensorType
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
+from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.triton_aot import SCRATCH_TYPES, compile_all, compile_kernel, kernel_digest
 from tapeout.plugins.triton_aot.digest import _source_closure
 
@@ -114,6 +117,32 @@ def test_parameters_in_the_cubin(tmp_path: Path) -> None:
         found = re.findall(r"Ordinal\s*:\s*(0x[0-9a-f]+).*?Size\s*:\s*(0x[0-9a-f]+)", text)
         sizes = [size for _, size in sorted((int(o, 16), int(s, 16)) for o, s in set(found))]
         assert sizes == [8 if kind.startswith("*") or kind == "i64" else 4 for kind in kernel.arguments], name
+
+
+def test_rope_rounds_every_product_to_bfloat16(tmp_path: Path) -> None:
+    """A fused multiply-add of bfloat16 would skip the rounding between product and sum.
+
+    A multiplication is one with -RZ as its addend, an addition one with a factor of one.
+    """
+    from triton import knobs
+
+    turned = TensorType("bfloat16", ("T", 12, 64))
+    types = signature(
+        "rope", (turned, TensorType("bfloat16", ("T", 64))), (turned,), (), {"interleaved": False}
+    )
+    fused = r"HFMA2\S*\.BF16\S* +R\d+\S*, R\d+\S*, R\d+\S*, -?R\d"
+    for sm in SMS:
+        (launch,) = cuda_tactics("rope")[0].launches(types, 64, cuda_variants.target(sm))
+        found = []
+        for fp_fusion in (launch.kernel.fp_fusion, True):
+            file = tmp_path / "kernel.cubin"
+            file.write_bytes(compile_kernel(replace(launch.kernel, fp_fusion=fp_fusion), sm).cubin)
+            command = [knobs.nvidia.cuobjdump.path, "-sass", str(file)]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            assert "BF16" in text
+            found.append(len(re.findall(fused, text)))
+        assert found[0] == 0, f"sm_{sm}"
+        assert found[1] > 0, f"sm_{sm}: the pattern no longer knows a fused multiply-add"
 
 
 def test_digest_follows_what_the_kernel_computes() -> None:

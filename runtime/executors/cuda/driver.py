@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as cu
 
 from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError
+from tapeout.runtime.engine.target import GpuFacts
 
 _OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
@@ -29,35 +30,28 @@ def check(result: tuple[Any, ...], doing: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values) if values else None
 
 
-@dataclass(frozen=True)
-class DeviceFacts:
-    """What an engine is checked against."""
-
-    name: str
-    sm: int
-    sm_count: int
-    total_bytes: int
-    driver_version: int  # 13000 = CUDA 13.0
-
-
 class Device:
-    """A GPU with its primary context, current on the thread that opened it."""
+    """A GPU with its primary context, current on the thread that opened it. See `open_device`."""
 
-    def __init__(self, ordinal: int = 0) -> None:
+    def __init__(self, ordinal: int) -> None:
         try:
             check(cu.cuInit(0), "initializing the driver")
             self._device = check(cu.cuDeviceGet(ordinal), f"opening GPU {ordinal}")
-        except (RuntimeError, TapeoutError) as error:
+        except (RuntimeError, TapeoutError) as error:  # cuda-bindings raises where there is no driver
             raise EngineIncompatibleError(
                 f"no usable NVIDIA GPU: {error}",
                 hint="a cuda engine needs a GPU and its driver; nvidia-smi shows both",
             ) from error
         self.facts = self._facts()
-        self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
-        self.make_current()
+        self._context: Any = None
 
     def make_current(self) -> None:
-        """Bind the context to the calling thread; every thread that calls the driver needs it once."""
+        """Bind the context to the calling thread; every thread that calls the driver needs it.
+
+        The context is made on first use, so that a GPU can be looked at without the memory it takes.
+        """
+        if self._context is None:
+            self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
         check(cu.cuCtxSetCurrent(self._context), "making the context current")
 
     def free_bytes(self) -> int:
@@ -65,10 +59,7 @@ class Device:
         free, _ = check(cu.cuMemGetInfo(), "asking for free memory")
         return int(free)
 
-    def close(self) -> None:
-        cu.cuDevicePrimaryCtxRelease(self._device)
-
-    def _facts(self) -> DeviceFacts:
+    def _facts(self) -> GpuFacts:
         attributes = cu.CUdevice_attribute
 
         def attribute(which: Any) -> int:
@@ -77,13 +68,24 @@ class Device:
         major = attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         name = check(cu.cuDeviceGetName(128, self._device), "reading the device's name")
-        return DeviceFacts(
+        return GpuFacts(
             name.split(b"\0")[0].decode(),
             10 * major + minor,
             attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             int(check(cu.cuDeviceTotalMem(self._device), "reading the device's memory")),
             int(check(cu.cuDriverGetVersion(), "reading the driver's version")),
         )
+
+
+@cache
+def open_device(ordinal: int = 0) -> Device:
+    """The GPU of that number, opened once a process.
+
+    Its context lives as long as the process: making one takes 0.3 s, and executors share it.
+
+    Raises EngineIncompatibleError where there is no GPU or no driver.
+    """
+    return Device(ordinal)
 
 
 class DeviceMemory:
@@ -155,18 +157,29 @@ class Event:
         cu.cuEventDestroy(self.handle)
 
 
-def load_function(cubin: bytes, symbol: str, shared_bytes: int) -> Any:
+class Function:
     """A kernel of a cubin, allowed to use the dynamic shared memory it was compiled for."""
-    module = check(cu.cuModuleLoadData(cubin), f"loading kernel {symbol}")
-    function = check(cu.cuModuleGetFunction(module, symbol.encode()), f"finding kernel {symbol}")
-    if shared_bytes > 48 << 10:
-        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(cu.cuFuncSetAttribute(function, attribute, shared_bytes), f"giving {symbol} shared memory")
-    return function
+
+    def __init__(self, cubin: bytes, symbol: str, shared_bytes: int) -> None:
+        self._module = check(cu.cuModuleLoadData(cubin), f"loading kernel {symbol}")
+        try:
+            self.handle = check(
+                cu.cuModuleGetFunction(self._module, symbol.encode()), f"finding kernel {symbol}"
+            )
+            if shared_bytes > 48 << 10:
+                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                result = cu.cuFuncSetAttribute(self.handle, attribute, shared_bytes)
+                check(result, f"giving {symbol} shared memory")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        cu.cuModuleUnload(self._module)
 
 
 def launch(
-    function: Any,
+    function: Function,
     grid: tuple[int, int, int],
     threads: int,
     shared: int,
@@ -177,6 +190,6 @@ def launch(
     """One kernel launch, or one node while a stream is captured."""
     params = (tuple(values), tuple(types))
     check(
-        cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, stream.handle, params, 0),
+        cu.cuLaunchKernel(function.handle, *grid, threads, 1, 1, shared, stream.handle, params, 0),
         "launching a kernel",
     )

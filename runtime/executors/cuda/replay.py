@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import driver as cu
 
 from tapeout.plugins.errors import EngineIncompatibleError
+from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import KernelArg, Launch, LaunchTable, RangeLaunches
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
-from tapeout.runtime.executors.cuda.driver import DeviceMemory, Stream, check, launch, load_function
+from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
+from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
 from tapeout.runtime.executors.cuda.weights import DeviceWeights
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1}
-_SCRATCH_ALIGNMENT = 128
+#: Kinds of arguments; see `tapeout.plugins.cuda.Arg`.
+_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+_KINDS = {
+    "input", "output", "weight", "step", "workspace", "input_stride", "output_stride", *_SCALARS, "attr",
+    "layers", "max_pages",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Memory:
     weights: DeviceWeights
     step: StepBuffers
     kv_pool: DeviceMemory
-    state: Mapping[str, int]  # addresses of the executor's own buffers: last_ids, out_ids, out_finite
+    sampling: SampledIds
     layers: int
 
 
@@ -40,43 +47,60 @@ class Replay:
         self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory
     ) -> None:
         self._program, self._table, self._memory = program, table, memory
+        _check_table(table, cubins)
+        self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
-        self._functions = [load_function(cubins[k.blob], k.symbol, k.shared_bytes) for k in table.kernels]
-        self._graphs: dict[tuple[int, int], Any] = {}
+        self._graphs: dict[tuple[int, int, bool], Any] = {}
         # Sampling is launched like an op whose input is the logits.
         self._sampling = Record("sample", (program.logits,), (), (), {}, "")
+        with ExitStack() as stack:
+            self._functions = [
+                stack.enter_context(closing(Function(cubins[k.blob], k.symbol, k.shared_bytes)))
+                for k in table.kernels
+            ]
+            self._resources = stack.pop_all()
 
     def bucket(self, rows: int, logit_rows: int) -> tuple[int, int]:
         """The padded sizes that serve a step."""
         return _at_least(self._table.row_buckets, rows), _at_least(self._table.logit_buckets, logit_rows)
 
-    def launch(self, bucket: tuple[int, int], stream: Stream) -> None:
-        """Replay a bucket: one graph launch."""
-        if bucket not in self._graphs:
-            self._graphs[bucket] = self._capture(bucket, stream)
-        check(cu.cuGraphLaunch(self._graphs[bucket], stream.handle), "launching a step")
+    def launch(self, bucket: tuple[int, int], stream: Stream, *, sample: bool) -> None:
+        """Replay a bucket, with or without sampling at its end: one graph launch."""
+        key = (*bucket, sample)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, stream, sample)
+        check(cu.cuGraphLaunch(self._graphs[key], stream.handle), "launching a step")
 
     def logits_address(self) -> int:
         return self._address(self._program.logits)
 
-    def _capture(self, bucket: tuple[int, int], stream: Stream) -> Any:
-        rows = {"T": bucket[0], "R": bucket[1]}
+    def _capture(self, bucket: tuple[int, int], stream: Stream, sample: bool) -> Any:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(cu.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
         try:
-            for item in self._table.fill:
-                self._launch(item, None, rows["T"], stream)
-            for record in self._program.records:
-                count = rows[str(record.outputs[0].shape[0])]
-                for item in _range(self._table.ranges[record.signature], count).launches:
-                    self._launch(item, record, count, stream)
+            self._launch_all({"T": bucket[0], "R": bucket[1]}, stream, sample)
+        except BaseException:
+            # Unchecked: the error to tell is the one that is on its way.
+            status, graph = cu.cuStreamEndCapture(stream.handle)
+            if status == cu.CUresult.CUDA_SUCCESS:
+                cu.cuGraphDestroy(graph)
+            raise
+        graph = check(cu.cuStreamEndCapture(stream.handle), "ending a capture")
+        try:
+            return check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph")
+        finally:
+            cu.cuGraphDestroy(graph)
+
+    def _launch_all(self, rows: Mapping[str, int], stream: Stream, sample: bool) -> None:
+        for item in self._table.fill:
+            self._launch(item, None, rows["T"], stream)
+        for record in self._program.records:
+            count = rows[str(record.outputs[0].shape[0])]
+            for item in _range(self._table.ranges[record.signature], count).launches:
+                self._launch(item, record, count, stream)
+        if sample:
             for item in _range(self._table.sample, rows["R"]).launches:
                 self._launch(item, self._sampling, rows["R"], stream)
-        finally:
-            graph = check(cu.cuStreamEndCapture(stream.handle), "ending a capture")
-        executable = check(cu.cuGraphInstantiate(graph, 0), "instantiating a graph")
-        check(cu.cuGraphDestroy(graph), "freeing a graph")
-        return executable
 
     def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
         kernel = self._table.kernels[item.kernel]
@@ -97,13 +121,12 @@ class Replay:
         if kind == "step":
             if argument.name == "kv_pool":
                 return memory.kv_pool.address, ctypes.c_void_p
-            if argument.name in memory.state:
-                return memory.state[argument.name], ctypes.c_void_p
-            return memory.step.address(argument.name), ctypes.c_void_p
+            address = self._sampling_addresses.get(argument.name) or memory.step.address(argument.name)
+            return address, ctypes.c_void_p
         if kind == "workspace":
             return memory.workspace.address + int(argument.value), ctypes.c_void_p
-        if kind in ("i32", "i64", "f32"):
-            return argument.value, {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}[kind]
+        if kind in _SCALARS:
+            return argument.value, _SCALARS[kind]
         if kind == "layers":
             return memory.layers, ctypes.c_int32
         if kind == "max_pages":
@@ -114,11 +137,7 @@ class Replay:
             return (memory.weights.address(name) if name else 0), ctypes.c_void_p
         if kind == "attr":
             return int(record.attrs[argument.name]), ctypes.c_int32
-        if kind not in ("input", "output", "input_stride", "output_stride"):
-            raise EngineIncompatibleError(
-                f"the engine's launches have arguments of kind {kind!r}, which is unknown"
-            )
-        views = record.inputs if kind.startswith("input") else record.outputs
+        views = record.outputs if kind.startswith("output") else record.inputs
         if kind.endswith("_stride"):
             return views[argument.index].strides[int(argument.value)], ctypes.c_int32
         return self._address(views[argument.index]), ctypes.c_void_p
@@ -127,7 +146,7 @@ class Replay:
         if view.buffer in STEP_INPUTS:
             return self._memory.step.address(view.buffer)
         base = self._memory.arena.address + self._buffers[view.buffer].offset_bytes
-        return base + view.offset * _ITEM_BYTES[view.dtype]
+        return base + view.offset * DTYPES[view.dtype][1]
 
     def _scratch(self) -> int:
         """Triton's global scratch lies at the end of the workspace."""
@@ -137,6 +156,21 @@ class Replay:
         for graph in self._graphs.values():
             cu.cuGraphExecDestroy(graph)
         self._graphs.clear()
+        self._resources.close()
+
+
+def _check_table(table: LaunchTable, cubins: Mapping[str, bytes]) -> None:
+    """What this runtime cannot launch, all of it at once, before anything is loaded."""
+    ranges = [r for row in (*table.ranges.values(), table.sample) for r in row]
+    launches = [*table.fill, *(item for r in ranges for item in r.launches)]
+    kinds = {argument.kind for item in launches for argument in item.args}
+    problems = [f"arguments of kind {kind!r}, which is unknown" for kind in sorted(kinds - _KINDS)]
+    problems += [f"no cubin {k.blob}" for k in table.kernels if k.blob not in cubins]
+    if problems:
+        raise EngineIncompatibleError(
+            "the engine's launches cannot be replayed: " + "; ".join(problems),
+            hint="build the engine again with this version: tapeout build",
+        )
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

@@ -6,6 +6,8 @@ still be reading.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
+
 import numpy as np
 
 from tapeout.runtime.engine.manifest import Limits
@@ -37,10 +39,14 @@ class StepBuffers:
         for name, size in sizes.items():
             self._offsets[name] = end
             end += -(-size // _ALIGNMENT_INTS) * _ALIGNMENT_INTS
-        self._ints = end
-        self.device = DeviceMemory(end * 4, "step metadata")
-        self.device.zero()
-        self._turns = [(PinnedMemory(end * 4), Event()) for _ in range(_TURNS)]
+        with ExitStack() as stack:
+            self.device = stack.enter_context(closing(DeviceMemory(end * 4, "step metadata")))
+            self.device.zero()
+            self._turns = [
+                (stack.enter_context(closing(PinnedMemory(end * 4))), stack.enter_context(closing(Event())))
+                for _ in range(_TURNS)
+            ]
+            self._resources = stack.pop_all()
         self._next = 0
 
     def address(self, name: str) -> int:
@@ -48,7 +54,10 @@ class StepBuffers:
         return self.device.address + 4 * self._offsets[name]
 
     def upload(self, inputs: StepInputs, stream: Stream) -> None:
-        """Write one step's tensors and queue their copy. Rows beyond the counts stay stale."""
+        """Write one step's tensors and queue their copy. Rows beyond the counts stay stale.
+
+        The step has been checked (see step_check.py).
+        """
         memory, event = self._turns[self._next]
         self._next = (self._next + 1) % _TURNS
         event.wait()  # the copy that last read this buffer
@@ -79,7 +88,4 @@ class StepBuffers:
         event.record(stream)
 
     def close(self) -> None:
-        self.device.close()
-        for memory, event in self._turns:
-            memory.close()
-            event.close()
+        self._resources.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import numpy as np
 
@@ -43,10 +44,19 @@ class DeviceWeights:
         return self.memory.address + self._offsets[name]
 
     def _copy(self, engine: Engine, device: Device, pieces: list[tuple[str, int, int]]) -> None:
+        if not pieces:
+            return
         device.make_current()
-        stream = Stream()
-        turns = [(PinnedMemory(_STAGING_BYTES), Event()) for _ in range(2)]
-        try:
+        staging_bytes = max(stop - start for _, start, stop in pieces)
+        with ExitStack() as stack:
+            turns = [
+                (
+                    stack.enter_context(closing(PinnedMemory(staging_bytes))),
+                    stack.enter_context(closing(Event())),
+                )
+                for _ in range(2)
+            ]
+            stream = stack.enter_context(closing(Stream()))
             for index, (name, start, stop) in enumerate(pieces):
                 memory, event = turns[index % 2]
                 event.wait()
@@ -55,11 +65,6 @@ class DeviceWeights:
                 stream.upload(self.address(name) + start, memory.address, stop - start)
                 event.record(stream)
             stream.wait()
-        finally:
-            for memory, event in turns:
-                memory.close()
-                event.close()
-            stream.close()
 
     def close(self) -> None:
         self.memory.close()

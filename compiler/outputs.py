@@ -1,0 +1,65 @@
+"""What a build will write, checked before anything is done: usable, apart from each other and from its inputs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from tapeout.compiler.files import check_directory, check_output
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.report import report_path
+from tapeout.plugins.errors import UsageError
+
+
+def check_outputs(output: Path, options: BuildOptions, inputs: Iterable[Path] = ()) -> None:
+    """Refuse paths that cannot be written, that are one file twice, or that are one of `inputs`.
+
+    A dry run writes neither engine nor report nor timings, so these need not be writable then.
+    Raises UsageError.
+    """
+    try:
+        _check_apart(output, options, inputs)
+    except (OSError, ValueError) as error:  # a name that is too long, a zero byte
+        raise UsageError(f"output {output} cannot be used: {getattr(error, 'strerror', None) or error}") from None
+    if options.dump is not None:
+        check_directory(options.dump, "dump")
+    if options.dry_run:
+        return
+    check_output(output)
+    check_output(report_path(output), "report")
+    if options.timing_cache is not None:
+        check_output(options.timing_cache, "timing cache")
+
+
+def check_inputs_stay(output: Path, options: BuildOptions, inputs: Iterable[Path]) -> None:
+    """Refuse a build that would overwrite one of the model's own files. Raises UsageError."""
+    _check_apart(output, options, inputs)
+
+
+def _check_apart(output: Path, options: BuildOptions, inputs: Iterable[Path]) -> None:
+    written = {"output": output, "report": report_path(output)}
+    if options.timing_cache is not None:
+        written["timing cache"] = options.timing_cache
+    if options.dump is not None:
+        written["dump"] = options.dump
+    taken: dict[tuple[object, ...], str] = {}
+    for path in inputs:
+        taken.setdefault(_identity(path), f"an input of the build ({path})")
+    problems = []
+    for what, path in written.items():
+        other = taken.setdefault(_identity(path), f"the {what}")
+        if other != f"the {what}":
+            problems.append(f"{what} {path} is also {other}, which would be lost")
+    if problems:
+        raise UsageError("\n".join(problems), hint="give each output a name of its own, outside the model")
+
+
+def _identity(path: Path) -> tuple[object, ...]:
+    """Equal for two names of one file, through links of both kinds, whether it exists or not."""
+    real = os.path.realpath(path)
+    try:
+        found = os.stat(real)
+    except FileNotFoundError:
+        return (real,)
+    return (found.st_dev, found.st_ino)
