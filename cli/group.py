@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
 
+from tapeout.cli import streams
 from tapeout.plugins.errors import (
     CapacityError,
     EngineError,
@@ -17,7 +21,7 @@ from tapeout.plugins.errors import (
     UsageError,
 )
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT and + SIGTERM, as shells report them
 TRACEBACK_VARIABLE = "TAPEOUT_TRACEBACK"
 
 #: What to do about an error that does not say it itself; the first class that fits.
@@ -28,6 +32,25 @@ _HINTS: tuple[tuple[type[TapeoutError], str], ...] = (
     (UsageError, "`tapeout --help` lists the commands, `tapeout COMMAND --help` their options"),
     (TapeoutError, f"set {TRACEBACK_VARIABLE}=1 to see where it came from"),
 )
+
+
+#: Errors of a file system that takes no more.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: what holds for Ctrl-C holds for it too."""
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM raise `Terminated` in the main thread, so that temporary files are removed."""
+
+    def end(number: int, frame: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would stop the cleaning up
+        raise Terminated
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
 
 
 class RootGroup(click.Group):
@@ -44,10 +67,15 @@ def exit_code(command: Callable[[], Any]) -> int:
     """Run a command and turn the way it ended into an exit code, printing what went wrong."""
     try:
         code = command()
+        streams.flush()
         return code if isinstance(code, int) else 0
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        return INTERRUPTED
+    except (KeyboardInterrupt, click.Abort) as error:
+        # click makes an Abort of every KeyboardInterrupt.
+        terminated = isinstance(error.__cause__ or error, Terminated)
+        _tell("terminated" if terminated else "interrupted")
+        return TERMINATED if terminated else INTERRUPTED
+    except BrokenPipeError:  # the reader has seen enough
+        return 1
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             import traceback
@@ -55,8 +83,15 @@ def exit_code(command: Callable[[], Any]) -> int:
             traceback.print_exc()
         known = explain(error)
         known.hint = known.hint or next(hint for kind, hint in _HINTS if isinstance(known, kind))
-        click.echo(f"error: {known.render()}", err=True)
+        _tell(f"error: {known.render()}")
         return known.exit_code
+    finally:
+        streams.discard_unwritten()
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # stderr may be full too
+        click.echo(text, err=True)
 
 
 def explain(error: Exception) -> TapeoutError:
@@ -73,6 +108,10 @@ def explain(error: Exception) -> TapeoutError:
             f"the Python package {error.name!r} is not installed",
             hint="pip install 'tapeout[build,cpu]' installs what building and running on a CPU need",
         )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{error.filename}: {error.strerror}", hint="give a shorter path")
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return TapeoutError(f"{error.filename or 'an output'} cannot be written: {error.strerror}")
     text = " ".join(str(error).split()) or "no message"
     return TapeoutError(
         f"unexpected {type(error).__name__}: {text}",

@@ -7,7 +7,8 @@ from importlib import import_module
 
 import click
 
-from tapeout.cli.group import RootGroup
+from tapeout.cli import streams
+from tapeout.cli.group import RootGroup, end_on_sigterm
 
 #: Command name to its module; a module loads when its command or the list of commands is asked for.
 COMMANDS = {
@@ -57,7 +58,7 @@ def cli(log_level: str) -> None:
     tapeout weights FILE          the weight file of an engine that shares it
 
     Exit codes: 0 success, 1 unexpected failure, 2 usage, 3 unusable engine, 4 out of memory,
-    5 unsupported model, dtype or target, 130 interrupted.
+    5 unsupported model, dtype or target, 130 interrupted, 143 terminated.
     """
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -66,4 +67,6 @@ def cli(log_level: str) -> None:
 
 def main() -> None:
     """Entry point of the installed command; exits with the command's code."""
+    streams.prepare()
+    end_on_sigterm()
     cli.main(prog_name=cli.name)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from tapeout.cli.run_options import DEFAULT_MAX_TOKENS
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.params import SamplingParams, shown, surrogate_problem
 
 #: Exactly one of these says what the model reads.
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
@@ -64,7 +65,9 @@ def params_maker(generation: Mapping[str, Any], flags: Mapping[str, Any]) -> Mak
     """Parameters of a request: its own fields over the flags over the model's generation config."""
 
     def make(own: Mapping[str, Any]) -> SamplingParams:
-        values = {"max_tokens": generation.get("max_new_tokens") or DEFAULT_MAX_TOKENS, **flags}
+        values = dict(flags)
+        if not generation.get("max_new_tokens"):
+            values.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
         # null in a line means the same as leaving the field out.
         values |= {name: value for name, value in own.items() if value is not None}
         return SamplingParams.from_generation(generation, **values)
@@ -115,13 +118,11 @@ def requests_from_jsonl(text: str, name: str, style: ChatStyle, make: MakeParams
 
 
 def _from_line(line: str, style: ChatStyle, make: MakeParams) -> Request:
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"not JSON: {error.msg} at column {error.colno}") from error
+    data = _parsed(line)
     if not isinstance(data, dict):
         raise UsageError(f"{line.strip()[:40]!r} is no object, expected {{...}}")
     problems = [_unknown(key) for key in data if key not in KNOWN_FIELDS]
+    problems += [f"{key} {problem}" for key in KNOWN_FIELDS if (problem := _unwritable(data.get(key)))]
     problems += _prompt_problems(data)
     params = None
     try:
@@ -135,6 +136,33 @@ def _from_line(line: str, style: ChatStyle, make: MakeParams) -> Request:
     if "messages" in data:
         return Request(params, data.get("id"), messages=tuple(data["messages"]))
     return Request(params, data.get("id"), prompt_token_ids=tuple(data["prompt_token_ids"]))
+
+
+def _parsed(line: str) -> Any:
+    """The line's JSON; UsageError for whatever the parser does not take."""
+    try:
+        return json.loads(line, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError:
+        raise UsageError(f"not read: {line.strip()[:40]!r} nests too many lists and objects") from None
+    except ValueError:  # Python's own limit, which bounds the time
+        limit = sys.get_int_max_str_digits()
+        raise UsageError(f"not read: it holds an integer of more than {limit} digits") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise UsageError(f"not JSON: {name} is no JSON value, expected a finite number")
+
+
+def _unwritable(value: Any) -> str | None:
+    """Why a value could not stand in a result, which is UTF-8 and JSON; None when it can."""
+    try:
+        return surrogate_problem(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # 1e999 is read as infinity
+        return "holds a number that is not finite"
+    except RecursionError:
+        return "nests too many lists and objects"
 
 
 def _unknown(key: str) -> str:
@@ -156,7 +184,7 @@ def _prompt_problems(data: Mapping[str, Any]) -> list[str]:
     else:
         ok = isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
         expected = "a list of token ids, at least one"
-    return [] if ok else [f"{given[0]} = {str(value)[:60]!r}, expected {expected}"]
+    return [] if ok else [f"{given[0]} = {shown(value)}, expected {expected}"]
 
 
 def _are_messages(value: Any) -> bool:

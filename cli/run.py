@@ -12,25 +12,39 @@ import click
 
 from tapeout.cli import run_options
 from tapeout.cli.paths import check_output
+from tapeout.cli.streams import is_terminal, read_standard_input, standard_output, writing
 from tapeout.plugins.errors import TapeoutError
 
 if TYPE_CHECKING:
     from tapeout.cli.generate import Generation
-    from tapeout.cli.requests import Request
+    from tapeout.cli.requests import ChatStyle, MakeParams, Request
     from tapeout.runtime import RequestOutput
 
 FILE = click.Path(path_type=Path)
-STDIN = Path("-")
+STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
 
 
 @click.command("run", short_help="Generate text with an engine.")
 @click.argument("engine", type=FILE)
-@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt. Repeatable.")
+@click.option(
+    "-p",
+    "--prompt",
+    "prompts",
+    type=run_options.TEXT,
+    multiple=True,
+    metavar="TEXT",
+    help="A prompt. Repeatable.",
+)
 @click.option("--input", "source", type=FILE, metavar="FILE", help="Requests as JSON lines; - for stdin.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Write results as JSON lines.")
 @click.option("--json", "as_json", is_flag=True, help="Print results as JSON lines, nothing else.")
 @click.option("--chat", is_flag=True, help="A prompt is a user's message; use the model's chat template.")
-@click.option("--system", metavar="TEXT", help="System message before each prompt; needs --chat.")
+@click.option(
+    "--system",
+    type=run_options.TEXT,
+    metavar="TEXT",
+    help="System message before each prompt; needs --chat.",
+)
 @run_options.apply(run_options.SAMPLING)
 @run_options.apply(run_options.RUNTIME)
 @click.option("--stats", is_flag=True, help="Print times and speeds on stderr.")
@@ -54,10 +68,12 @@ def command(
     tapeout run smollm2.engine --chat --prompt "What is the capital of France?" --stats
     tapeout run smollm2.engine --input prompts.jsonl --output answers.jsonl --temperature 0
     """
+    from tapeout.cli.requests import ChatStyle, params_maker
+
     _check_combinations(prompts, source, output, as_json, chat, system)
-    if output is not None:
-        check_output(output, "--output")
-    requests = _requests(engine, prompts, source, chat, system, _given(flags, run_options.SAMPLING_NAMES))
+    generation_defaults = _open(engine, prompts, source, output)
+    make = params_maker(generation_defaults, _given(flags, run_options.SAMPLING_NAMES))
+    requests = _requests(prompts, source, ChatStyle(chat, system), make)
 
     from tapeout.cli.generate import Generation
     from tapeout.cli.results import stats_lines
@@ -100,28 +116,33 @@ def _check_combinations(
         problems.append("--json and --output exclude each other: a file always holds JSON lines.")
     if system is not None and not chat:
         problems.append("--system needs --chat: only a chat template has a place for it.")
-    if not prompts and source is None and sys.stdin.isatty():
+    if not prompts and source is None and is_terminal(sys.stdin):
         problems.append("Missing prompt: give --prompt TEXT, --input FILE, or text on standard input.")
     if problems:
         raise click.UsageError("\n".join(problems))
 
 
-def _requests(
-    engine: Path,
-    prompts: tuple[str, ...],
-    source: Path | None,
-    chat: bool,
-    system: str | None,
-    sampling: Mapping[str, Any],
-) -> list[Request]:
-    """Everything to run, checked before the weights are loaded."""
-    from tapeout.cli.requests import ChatStyle, params_maker, requests_from_jsonl, requests_from_prompts
+def _open(engine: Path, prompts: tuple[str, ...], source: Path | None, output: Path | None) -> dict[str, Any]:
+    """The engine's generation defaults; where results go is checked against everything that is read."""
     from tapeout.runtime.engine import open_engine
 
+    if output is None:
+        standard_output()
     with open_engine(engine, verify=False) as opened:
-        generation = dict(opened.manifest.generation)
-    make = params_maker(generation, sampling)
-    style = ChatStyle(chat, system)
+        if output is not None:
+            reads_stdin = source == STDIN or (source is None and not prompts)
+            read = STDIN_FILE if reads_stdin else source
+            inputs = [*opened.files, *([] if read is None else [read])]
+            check_output(output, "--output", inputs=inputs, stream=True)
+        return dict(opened.manifest.generation)
+
+
+def _requests(
+    prompts: tuple[str, ...], source: Path | None, style: ChatStyle, make: MakeParams
+) -> list[Request]:
+    """Everything to run, checked before the weights are loaded."""
+    from tapeout.cli.requests import requests_from_jsonl, requests_from_prompts
+
     if source is not None:
         return requests_from_jsonl(_read(source), str(source), style, make)
     if not prompts:
@@ -134,7 +155,7 @@ def _requests(
 
 def _read(source: Path) -> str:
     try:
-        data = sys.stdin.buffer.read() if source == STDIN else source.read_bytes()
+        data = read_standard_input() if source == STDIN else source.read_bytes()
         return data.decode("utf-8-sig")
     except OSError as error:
         raise click.UsageError(f"--input: cannot read {str(source)!r}: {error.strerror}.") from error
@@ -154,7 +175,7 @@ def _write_json_lines(generation: Generation, requests: list[Request], output: P
 
 def _print_text(generation: Generation, requests: list[Request]) -> None:
     """Text as it comes; with several requests each under its header, in order."""
-    stdout = sys.stdout
+    stdout = standard_output()
     begun: set[int] = set()
 
     def show(index: int, text: str) -> None:
@@ -166,9 +187,10 @@ def _print_text(generation: Generation, requests: list[Request]) -> None:
         stdout.flush()
 
     try:
-        for index, result in generation.run(show):
-            show(index, "\n")  # a result without any text gets its header too
-            _print_logprobs(result, stdout.write)
+        with writing():
+            for index, result in generation.run(show):
+                show(index, "\n")  # a result without any text gets its header too
+                _print_logprobs(result, stdout.write)
     except KeyboardInterrupt:
         stdout.write("\n")
         stdout.flush()

@@ -85,7 +85,9 @@ SAMPLING = (
     _number("--presence-penalty", float, "Subtracted once from tokens of the output."),
     _number("--frequency-penalty", float, "Subtracted for each time a token was generated."),
     _number("--seed", int, "Makes sampling repeatable."),
-    click.option("--stop", type=TEXT, multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
+    click.option(
+        "--stop", type=TEXT, multiple=True, metavar="TEXT", help="End before this text. Repeatable."
+    ),
     click.option(
         "--stop-token-ids",
         multiple=True,

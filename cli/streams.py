@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -72,7 +71,7 @@ def writing(name: str = "standard output") -> Iterator[None]:
             raise
         raise TapeoutError(
             f"{name} cannot be written: {error.strerror or error}",
-            hint="what is there now is not complete" if name == "standard output" else None,
+            hint="free space or write to another place; what is there now is not complete",
         ) from error
 
 
@@ -85,23 +84,17 @@ def flush() -> None:
 
 def discard_unwritten() -> None:
     """After a failed write: what cannot be written is dropped, or the interpreter's end would fail too."""
-    try:
-        flush()
-    except (TapeoutError, OSError):
-        with suppress(OSError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())
-            os.close(null)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or stream.closed:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty()
-
-
-def input_status() -> os.stat_result | None:
-    """What standard input is, when it is a file."""
-    try:
-        status = os.fstat(sys.stdin.fileno()) if sys.stdin is not None else None
-    except (OSError, ValueError):
-        return None
-    return status if status is not None and stat.S_ISREG(status.st_mode) else None

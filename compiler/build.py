@@ -19,7 +19,7 @@ from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_dtype, resolve_limits, resolve_target, target_kind
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.outputs import check_inputs_stay, check_outputs
+from tapeout.compiler.outputs import check_apart, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.plan import plan_program
@@ -65,7 +65,7 @@ def build(
     cache = TimingCache.load(options.timing_cache)
     with stages("config", model):
         source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
-        check_inputs_stay(output, options, source.files)
+        check_apart(output, options, source.files)
         limits = resolve_limits(options, source.config.get_text_config())
         dtype = resolve_dtype(options, source.config)
         if target_kind(options) == "cuda":

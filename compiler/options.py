@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.plugins.sample.params import shown
 
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_TOKENS_PER_PAGE = 512
+MAX_REQUESTS = 2**20  # far above any machine, and far below what overflows an int32 in a kernel
+MAX_TOKENS = 2**24
+MAX_SEED = 2**63 - 1
 _TARGET = re.compile(r"auto|cpu|cuda:(sm_\d{2,3}|[a-z][a-z0-9]+)")
 _HINT = "`tapeout build --help` lists the options; a file takes the same names"
 
@@ -51,8 +55,8 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
-def _at_least(low: int) -> Check:
-    return lambda value: None if value >= low else f"expected an integer of at least {low}"
+def _between(low: int, high: int) -> Check:
+    return lambda value: None if low <= value <= high else f"expected an integer from {low} to {high}"
 
 
 def _page_size(value: int) -> str | None:
@@ -69,13 +73,23 @@ def _target(value: str) -> str | None:
 
 
 def _file(value: Path) -> str | None:
-    if value.is_dir():
-        return "expected a file, this is a directory"
-    return None if value.parent.is_dir() else f"expected an existing directory, {value.parent} is none"
+    try:
+        if value.is_dir():
+            return "expected a file, this is a directory"
+        if value.exists() and not value.is_file():
+            return "expected a file, this is a device, pipe or socket"
+        return None if value.parent.is_dir() else f"expected an existing directory, {value.parent} is none"
+    except OSError as error:
+        return f"expected a path that can be opened: {error.strerror}"
 
 
 def _directory(value: Path) -> str | None:
-    return "expected a directory, this is a file" if value.is_file() else None
+    try:
+        if value.is_file():
+            return "expected a directory, this is a file"
+        return "expected a directory" if value.exists() and not value.is_dir() else None
+    except OSError as error:
+        return f"expected a path that can be opened: {error.strerror}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +125,21 @@ class BuildOptions:
         int,
         "Most requests in flight. [default: 8 on cpu, 64 on cuda]",
         identity=True,
-        check=_at_least(1),
+        check=_between(1, MAX_REQUESTS),
     )
     max_num_tokens: int | None = _option(
         None,
         int,
         "Most tokens packed into one step. [default: 512 on cpu, 2048 on cuda]",
         identity=True,
-        check=_at_least(1),
+        check=_between(1, MAX_TOKENS),
     )
     max_seq_len: int | None = _option(
         None,
         int,
         "Most tokens of one request, prompt and answer. [default: the model's maximum, at most 4096]",
         identity=True,
-        check=_at_least(2),
+        check=_between(2, MAX_TOKENS),
     )
     tokens_per_page: int = _option(
         32, int, "Tokens in one page of the KV cache; a power of two.", identity=True, check=_page_size
@@ -166,7 +180,7 @@ class BuildOptions:
         int,
         "Seed of the inputs that tactics are checked and timed with.",
         identity=True,
-        check=_at_least(0),
+        check=_between(0, MAX_SEED),
     )
     trust_remote_code: bool = _option(
         False, bool, "Run Python code that comes with the model.", identity=True
@@ -221,11 +235,12 @@ def problem(name: str, value: Any, label: str) -> str | None:
     # An exact comparison: True is an int to isinstance. Path is an abstract front of its subclasses.
     if not (isinstance(value, Path) if kind is Path else type(value) is kind):
         names = {int: "an integer", str: "text", bool: "true or false", Path: "a path"}
-        return f"{label}: {value!r} is of type {type(value).__name__}, expected {names[kind]}"
+        return f"{label}: {shown(value)} is of type {type(value).__name__}, expected {names[kind]}"
     if choices and value not in choices:
-        return f"{label}: {value!r} is unknown, expected one of {', '.join(choices)}"
+        return f"{label}: {shown(value)} is unknown, expected one of {', '.join(choices)}"
     complaint = check(value) if check else None
-    return f"{label}: {str(value)!r} is invalid, {complaint}" if complaint else None
+    text = shown(str(value)) if isinstance(value, (str, Path)) else f"'{shown(value)}'"
+    return f"{label}: {text} is invalid, {complaint}" if complaint else None
 
 
 def _check_cuda(options: BuildOptions) -> None:

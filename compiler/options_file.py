@@ -10,6 +10,7 @@ from typing import Any
 
 from tapeout.compiler.options import DTYPE_ALIASES, FIELDS, BuildOptions, problem
 from tapeout.plugins.errors import UsageError
+from tapeout.plugins.sample.params import shown, surrogate_problem
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,16 @@ def _check(config: Path, entries: list[_Entry]) -> tuple[dict[str, Any], list[st
     values: dict[str, Any] = {}
     problems = []
     for entry in entries:
-        where = f"{config}:{entry.line}: {entry.key}"
+        where = f"{config}:{entry.line}: {entry.key.encode(errors='backslashreplace').decode()}"
         name = entry.key.replace("-", "_")
         if name not in FIELDS:
             problems.append(f"{where}: unknown key{_nearest(name)}")
             continue
         if name in values:
             problems.append(f"{where}: given twice")
+            continue
+        if isinstance(entry.value, str) and (reason := surrogate_problem(entry.value)):
+            problems.append(f"{where}: {shown(entry.value)} {reason}")
             continue
         values[name] = _convert(name, entry.value)
         if complaint := problem(name, values[name], where):
@@ -64,7 +68,10 @@ def _convert(name: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if FIELDS[name].metadata["kind"] is Path:
-        return Path(value).expanduser()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:  # `~name` of nobody: a folder of that name
+            return Path(value)
     return DTYPE_ALIASES.get(value, value) if name == "dtype" else value
 
 
@@ -72,6 +79,13 @@ def _nearest(name: str) -> str:
     # `no_verify` is a flag whose key is `verify`.
     found = difflib.get_close_matches(name.removeprefix("no_"), FIELDS, n=1, cutoff=0.5)
     return f", did you mean {_dashed(found[0])}?" if found else ""
+
+
+def _key_text(key: Any) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer of more digits than Python prints; no option has such a name
+        return ""
 
 
 def _dashed(name: str) -> str:
@@ -90,7 +104,9 @@ def _entries(config: Path) -> list[_Entry]:
         data = yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"--config: cannot read {str(config)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # Dates and numbers that are none are ValueErrors (as is wrong UTF-8) or worse, deep nesting is a
+    # RecursionError, and keys that cannot be hashed are TypeErrors: yaml wraps only what its grammar sees.
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UsageError(f"--config: {str(config)!r} is not valid YAML: {error}") from error
     if node is None:
         return []
@@ -100,5 +116,5 @@ def _entries(config: Path) -> list[_Entry]:
             hint="for example `max-batch-size: 16`",
         )
     keys = [(str(key.value), key.start_mark.line + 1) for key, _ in node.value]
-    by_text = {str(key): value for key, value in data.items()}
+    by_text = {_key_text(key): value for key, value in data.items()}
     return [_Entry(key, line, by_text.get(key)) for key, line in keys]

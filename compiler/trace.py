@@ -96,6 +96,12 @@ def _attention_interface(
         raise UnsupportedError(
             f"attention of {type(module).__name__} takes arguments that are not known: {unknown}"
         )
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        sizes = [x.shape[-1] for x in (query, key, value)]
+        raise UnsupportedError(
+            f"attention of {type(module).__name__} has heads of sizes {sizes} for queries, keys and values",
+            hint="attention whose heads differ in size (multi-head latent attention) is not supported yet",
+        )
     if not isinstance(attention_mask, Mask):
         raise UnsupportedError(
             f"attention of {type(module).__name__} got no classified mask but {attention_mask!r}"
@@ -197,7 +203,8 @@ def _export(wrapper: _Wrapper) -> ExportedProgram:
             raise error.__cause__ from None
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(
-            f"{type(wrapper.model_under_trace).__name__} cannot be traced: "
+            f"the code of {type(wrapper.model_under_trace).__name__} (model_type "
+            f"{wrapper.model_under_trace.config.model_type!r}) cannot be traced yet: "
             f"{type(error).__name__}: {first_line}",
             hint="run with TAPEOUT_TRACEBACK=1 to see where",
         ) from error

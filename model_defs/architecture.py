@@ -87,7 +87,11 @@ def _reasons(config: Any, model_class: Any) -> list[str]:
         base = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
         if causal not in architectures and base not in architectures:
             reasons.append(f"its architecture is {', '.join(architectures)}, expected {causal}")
-    if not reasons and model_class is not None and not hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS"):
+    if (
+        not reasons
+        and model_class is not None
+        and not hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS")
+    ):
         reasons.append(
             "its attention does not go through transformers' AttentionInterface, so it cannot be traced"
         )
@@ -100,11 +104,14 @@ def _module(model_class: Any) -> ModuleType:
 
 def _can_be_an_encoder(model_class: Any) -> bool:
     """Whether the model's code looks at `is_decoder`; some decoders' configs say False and mean nothing."""
-    return model_class is None or "config.is_decoder" in inspect.getsource(_module(model_class))
+    if model_class is None:
+        return True
+    lines = inspect.getsource(_module(model_class)).splitlines()
+    return any("config.is_decoder" in line and ">>>" not in line for line in lines)  # examples set it
 
 
 def _rope_reasons(config: Any, model_class: Any) -> list[str]:
-    """Rope types that have no constant frequencies or that transformers does not know."""
+    """Rope types without constant frequencies or unknown to transformers, and partial rotation."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config, "rope_parameters", None)
@@ -112,9 +119,12 @@ def _rope_reasons(config: Any, model_class: Any) -> list[str]:
         return []
     own = {"rope_parameters": parameters}
     by_layer = {f"rope_parameters.{key}": v for key, v in parameters.items() if isinstance(v, dict)}
+    reads_share = "partial_rotary_factor" in inspect.getsource(_module(model_class))
     reasons = []
     for key, value in (own | by_layer).items():
-        rope_type = value.get("rope_type", "default")
+        rope_type, share = value.get("rope_type", "default"), value.get("partial_rotary_factor")
+        if isinstance(share, float) and share < 1 and rope_type != "proportional" and reads_share:
+            reasons.append(f"{key}: partial_rotary_factor {share}; only rotation of whole heads is supported")
         if rope_type == "default":
             continue
         if not isinstance(rope_type, str) or rope_type not in ROPE_INIT_FUNCTIONS:

@@ -49,7 +49,7 @@ def check_checkpoint(
     if _converted_by_hf(source):
         raise UnsupportedError(
             f"checkpoints of {source.config.model_type} are rewritten by transformers while it loads them "
-            f"(experts are merged and renamed), which is not supported; {len(lines)} tensors differ, "
+            f"(tensors are merged or renamed), which is not supported; {len(lines)} tensors differ, "
             f"the first:\n"
             f"{lines[0]}",
             hint="save the model once with transformers 5 in its own layout: save_pretrained(DIR, "
@@ -77,7 +77,8 @@ def known_unused(source: ModelSource, names: Mapping[str, object]) -> dict[str, 
 def _converted_by_hf(source: ModelSource) -> bool:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    return bool(get_checkpoint_conversion_mapping(source.config.model_type))
+    names = [source.config.model_type, *(getattr(source.config, "architectures", None) or [])]
+    return any(get_checkpoint_conversion_mapping(name) for name in names)
 
 
 def _ignored_by_hf(source: ModelSource) -> list[str]:

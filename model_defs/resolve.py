@@ -30,7 +30,9 @@ def open_model(
         path.exists()
     except (OSError, RuntimeError) as error:  # too long a name, no right to look there, no such home
         shown = model if len(model) <= 200 else f"{model[:100]}... ({len(model)} characters)"
-        raise UsageError(f"model {shown!r} cannot be opened: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"model {shown!r} cannot be opened: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if revision is not None and path.exists():
         raise UsageError(
             f"revision {revision!r} was given, but model {model!r} is a path and has no revisions",

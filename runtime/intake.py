@@ -89,13 +89,11 @@ class Intake:
         if isinstance(prompt, Mapping):
             unknown = sorted(map(shown, set(prompt) - _PROMPT_KEYS))
             if unknown or not prompt:
-                found = ", ".join(unknown) or "none"
-                raise _Refused([f"keys {found}, expected 'prompt' or 'prompt_token_ids'"])
+                raise _Refused([f"keys [{', '.join(unknown)}], expected 'prompt' or 'prompt_token_ids'"])
             text = prompt.get("prompt")
-            with_ids = "prompt_token_ids" in prompt
-            if not (isinstance(text, str) or (text is None and with_ids)):
+            if not isinstance(text, str) and not (text is None and "prompt_token_ids" in prompt):
                 raise _Refused([f"'prompt' = {shown(text)}, expected a string"])
-            if with_ids:
+            if text is None or "prompt_token_ids" in prompt:
                 return text, _as_ids(prompt["prompt_token_ids"])
             prompt = text
         if not isinstance(prompt, str):
@@ -157,9 +155,8 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     """One prompt in any form, or a list of them, as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if isinstance(prompts, np.ndarray):
-        if prompts.ndim > 0:
-            return [prompts.tolist()] if prompts.ndim == 1 else list(prompts)
+    if isinstance(prompts, np.ndarray) and prompts.ndim > 0:
+        return [prompts.tolist()] if prompts.ndim == 1 else list(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray, memoryview)):
         raise UsageError(
             f"prompts = {shown(prompts)}, a {type(prompts).__name__}, expected a prompt or a list of prompts",

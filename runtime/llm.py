@@ -263,7 +263,7 @@ class LLM:
             params = [params] * num_prompts
         if not isinstance(params, (list, tuple)):
             raise UsageError(
-                f"sampling_params = {shown(params)}, expected SamplingParams or a list of them, one per prompt"
+                f"sampling_params = {shown(params)}, expected SamplingParams or a list, one per prompt"
             )
         if len(params) != num_prompts:
             raise UsageError(
@@ -357,7 +357,7 @@ def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int,
     if problems:
         raise UsageError(
             "invalid options:\n" + "\n".join(f"  {p}" for p in problems),
-            hint="higher limits need an engine built with them",
+            hint="leave an option out for the engine's or the machine's own; higher limits need another engine",
         )
     return options.get("max_batch_size") or batch, options.get("max_num_tokens") or tokens
 

@@ -283,7 +283,9 @@ class EngineLoop:
 
 
 def _not_finite(position: int) -> str:
-    return f"no token can be chosen at position {position}: logits or what penalties make of them are not finite"
+    return (
+        f"no token can be chosen at position {position}: logits or what penalties make of them are not finite"
+    )
 
 
 def _ended_by_id(request: Request, token_id: int) -> Finish | None:

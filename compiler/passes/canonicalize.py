@@ -103,6 +103,14 @@ def _full_slice(node: fx.Node) -> fx.Node | None:
     return node.args[0] if start in (0, None) and open_ended else None
 
 
+def _cat_with_nothing(node: fx.Node) -> fx.Node | None:
+    """A concatenation in which all but one tensor are empty, as partial rotary over whole heads leaves it."""
+    if node.target is not aten.cat.default:
+        return None
+    tensors = [t for t in node.args[0] if 0 not in t.meta["val"].shape]
+    return tensors[0] if len(tensors) == 1 and _same_type(node, tensors[0]) else None
+
+
 def _transpose_pair(node: fx.Node) -> fx.Node | None:
     inner = node.args[0]
     if (
@@ -133,5 +141,6 @@ _RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
     _view_of_view,
     _same_shape,
     _full_slice,
+    _cat_with_nothing,
     _transpose_pair,
 )

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tapeout.compiler.files import remove_leftovers, write_text
 from tapeout.compiler.tactics.timing import Outcome
 from tapeout.plugins.errors import UsageError
 
 CACHE_VERSION = 1
+_MAX_TIME_US = 1e12  # eleven days
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TimingCache:
             if data["version"] != CACHE_VERSION:
                 raise ValueError(f"version {data['version']}, expected {CACHE_VERSION}")
             return cls(path, _checked(data["entries"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{path} is not a timing cache: {error}",
                 hint="delete the file or name another one; it is made anew",
@@ -98,20 +98,14 @@ class TimingCache:
             return
         self._keep_what_others_measured()
         data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(data, file, indent=1, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except OSError as error:
+            remove_leftovers(self.path)
+            write_text(self.path, json.dumps(data, indent=1, sort_keys=True))
+        except (OSError, UsageError) as error:
             raise UsageError(
-                f"timing cache {self.path} cannot be written: {error.strerror or error}",
+                f"timing cache {self.path} cannot be written: {getattr(error, 'strerror', None) or error}",
                 hint="name a file in a directory you may write to",
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _keep_what_others_measured(self) -> None:
         """Take over entries that another build wrote meanwhile; this build's own win."""
@@ -139,7 +133,8 @@ def _is_outcome(outcome: Any) -> bool:
     time, reason = outcome.get("time_us"), outcome.get("reason")
     if time is None:
         return isinstance(reason, str)
-    return isinstance(time, (int, float)) and math.isfinite(time) and time >= 0
+    # A comparison, since an integer may be larger than any float; False for NaN.
+    return type(time) in (int, float) and 0 <= time < _MAX_TIME_US
 
 
 def _key(signature: str, machine: Machine) -> str:

@@ -293,9 +293,7 @@ class _Checks:
     def stop_ids(self) -> None:
         value: Any = self.params.stop_token_ids
         ids = () if value is None else value
-        if not isinstance(ids, (list, tuple)) or not all(
-            _is_integer(i) and 0 <= i < _ID_LIMIT for i in ids
-        ):
+        if not isinstance(ids, (list, tuple)) or not all(_is_integer(i) and 0 <= i < _ID_LIMIT for i in ids):
             self._expected("stop_token_ids", "a list of token ids in [0, 2**31)")
         else:
             self.normal["stop_token_ids"] = tuple(dict.fromkeys(int(i) for i in ids))

@@ -18,7 +18,6 @@ from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.philox import draw_u64
 from tapeout.plugins.sample.result import Logprob, SampleResult
 
-
 logger = logging.getLogger("tapeout")
 
 

@@ -108,10 +108,14 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
             bad = [p for p in content if not (isinstance(p, Mapping) and p.get("type") == "text")]
-            problems += [f"message {i}: content part {shown(p)}, expected {{'type': 'text', ...}}" for p in bad]
+            problems += [
+                f"message {i}: content part {shown(p)}, expected {{'type': 'text', ...}}" for p in bad
+            ]
             content = "".join(str(p.get("text", "")) for p in content if isinstance(p, Mapping))
         elif content is not None and not isinstance(content, str):
-            problems.append(f"message {i}: content = {shown(content)}, expected a string or a list of text parts")
+            problems.append(
+                f"message {i}: content = {shown(content)}, expected a string or a list of text parts"
+            )
         checked.append({**message, "content": content} if "content" in message else dict(message))
     if not messages:
         problems.append("there are no messages")

@@ -70,6 +70,34 @@ def test_all_bad_lines_are_named_with_their_numbers() -> None:
     assert "in.jsonl:9: top_p = 2" in text
 
 
+def test_lines_that_no_result_could_repeat_are_named_with_the_others() -> None:
+    deep = "[" * 100_000
+    with pytest.raises(UsageError) as caught:
+        read(
+            '{"prompt": "\\ud800"}',
+            '{"messages": [{"role": "user", "content": "a\\udfffb"}]}',
+            '{"prompt": "a", "id": "\\ud800"}',
+            '{"prompt": "a", "id": NaN}',
+            '{"prompt": "a", "id": {"x": [1e999]}}',
+            '{"prompt": "a", "seed": ' + "9" * 5000 + "}",
+            deep,
+            '{"prompt": "a", "temperature": 1' + "0" * 400 + "}",
+            '{"prompt": "a", "stop": ["\\ud800"]}',
+            '{"\\ud800": 1, "prompt": "a"}',
+            '{"prompt": "\\ud83d\\ude00", "id": "a pair is a character"}',
+            "{not json",
+        )
+    text = caught.value.message
+    assert sorted({int(line.split(":")[1]) for line in text.splitlines()}) == [*range(1, 11), 12]
+    assert "in.jsonl:1: prompt holds '\\ud800'" in text
+    assert "in.jsonl:4: not JSON: NaN" in text
+    assert "in.jsonl:5: id holds a number that is not finite" in text
+    assert "in.jsonl:6: not read: it holds an integer of more than 4300 digits" in text
+    assert "in.jsonl:7: not read: " in text
+    assert "in.jsonl:8: temperature = 1000" in text
+    text.encode()  # can be printed
+
+
 def test_an_input_without_requests_is_an_error() -> None:
     with pytest.raises(UsageError, match="no requests"):
         read("", "  ")

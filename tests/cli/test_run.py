@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,6 +182,14 @@ def test_stats_go_to_stderr(run: Callable[..., Result]) -> None:
         (["--prompt", "a", "--max-tokens", "0"], "max_tokens = 0"),
         (["--prompt", "a", "--stop-token-ids", "1,x"], "'x', expected ids such as 1,2"),
         (["--prompt", "a", "--threads", "0"], "threads = 0"),
+        (["--prompt", "a", "--threads", "100000"], "threads = 100000, but this machine has"),
+        (["--prompt", "a", "--temperature", "1e-300"], "temperature = 1e-300"),
+        (["--prompt", "a", "--repetition-penalty", "1e-39"], "repetition_penalty = 1e-39"),
+        (["--prompt", "a", "--stop-token-ids", "9" * 5000], "expected ids such as 1,2"),
+        (["--prompt", "a\udcff"], r"'a\udcff' is not UTF-8 text"),
+        (["--prompt", "a", "--chat", "--system", "\ud800"], r"'\ud800' is not UTF-8 text"),
+        (["--prompt", "a", "--output", "x" * 5000], "File name too long"),
+        (["--prompt", "a", "--output", "/dev/null/x"], "cannot be written"),
         (["--prompt", "a", "--max-batch-size", "5"], "built for at most 4"),
         (["--prompt", "a", "--free-memory-fraction", "2"], "free_memory_fraction = 2"),
         (["--prompt", "a" * 256], "max_seq_len = 256"),
@@ -241,9 +250,16 @@ def test_an_engine_for_another_target_names_both(tmp_path: Path, write_engine: W
     assert "cpu:" in result.stderr
 
 
-@pytest.mark.parametrize("to_file", [False, True])
-def test_interrupt_prints_what_there_is_and_exits_130(
-    tmp_path: Path, write_engine: Write, to_file: bool
+@pytest.mark.parametrize(
+    ("number", "to_file", "code", "word"),
+    [
+        (signal.SIGINT, False, 130, "interrupted"),
+        (signal.SIGINT, True, 130, "interrupted"),
+        (signal.SIGTERM, True, 143, "terminated"),
+    ],
+)
+def test_a_signal_prints_what_there_is_and_leaves_no_file(
+    tmp_path: Path, write_engine: Write, number: int, to_file: bool, code: int, word: str
 ) -> None:
     """In a real process that would run for minutes."""
     engine = write_engine(tmp_path / "long.engine", max_seq_len=1_000_000)
@@ -261,11 +277,11 @@ def test_interrupt_prints_what_there_is_and_exits_130(
         while not list(tmp_path.glob(".out.jsonl.*")):  # made when generation starts
             assert process.poll() is None
     first = process.stdout.read(0 if to_file else 8)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == code, errors
     assert "Traceback" not in errors
-    assert errors.endswith("interrupted\n")
+    assert errors.endswith(word + "\n")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["long.engine"]
     if not to_file:
         assert first == "bcdefghi"
@@ -309,3 +325,141 @@ main()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("yz" if args[0] == "run" else "engine")
+
+
+# ---- where results go ---------------------------------------------------------------------
+
+
+def test_a_device_is_written_to_and_never_replaced(run: Callable[..., Result], tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    result = run("--prompt", "x", "--output", str(full))
+    assert result.exit_code == 1
+    assert "cannot be written: No space left on device" in result.stderr
+    ok(run("--prompt", "x", "--output", "/dev/null"))
+    for device in ("/dev/full", "/dev/null"):
+        assert stat.S_ISCHR(Path(device).stat().st_mode)
+    assert full.is_symlink()
+
+
+def test_a_fifo_and_an_open_descriptor_take_results(alphabet: Path, tmp_path: Path) -> None:
+    fifo, log = tmp_path / "fifo", tmp_path / "log"
+    os.mkfifo(fifo)
+    command = [TAPEOUT, "run", str(alphabet), "--prompt", "x", "--output"]
+    with subprocess.Popen([*command, str(fifo)]) as process:
+        assert json.loads(fifo.read_text())["text"] == "yz"
+    assert process.returncode == 0
+    assert fifo.is_fifo()
+    log.write_text("before\n")
+    with log.open("a") as stream:
+        subprocess.run([*command, "/proc/self/fd/1"], stdout=stream, check=True)
+    first, second = log.read_text().splitlines()
+    assert (first, json.loads(second)["text"]) == ("before", "yz")
+
+
+def test_behind_a_link_the_file_is_replaced(run: Callable[..., Result], tmp_path: Path) -> None:
+    real, link = tmp_path / "real" / "out.jsonl", tmp_path / "link"
+    real.parent.mkdir()
+    link.symlink_to("real/out.jsonl")
+    for _ in range(2):  # first it does not exist
+        ok(run("--prompt", "x", "--output", str(link)))
+        assert link.is_symlink()
+        assert json.loads(real.read_text())["text"] == "yz"
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    assert run("--prompt", "x", "--output", str(loop)).exit_code == 2
+
+
+def test_a_long_file_name_is_no_problem(run: Callable[..., Result], tmp_path: Path) -> None:
+    target = tmp_path / ("é" * 127)  # 254 bytes
+    ok(run("--prompt", "x", "--output", str(target)))
+    assert target.is_file()
+
+
+@pytest.mark.parametrize("kind", ["same", "symlink", "hard link"])
+@pytest.mark.parametrize("victim", ["engine", "input"])
+def test_an_input_is_not_overwritten(alphabet: Path, tmp_path: Path, victim: str, kind: str) -> None:
+    engine, source = tmp_path / "t.engine", tmp_path / "in.jsonl"
+    engine.write_bytes(alphabet.read_bytes())
+    source.write_text('{"prompt": "x"}')
+    read = engine if victim == "engine" else source
+    before, target = read.read_bytes(), tmp_path / "other"
+    if kind == "same":
+        target = read
+    elif kind == "symlink":
+        target.symlink_to(read)
+    else:
+        target.hardlink_to(read)
+    args = ["run", str(engine), "--input", str(source), "--output", str(target)]
+    result = CliRunner().invoke(cli, args)
+    assert result.exit_code == 2, result.stderr
+    assert "would be overwritten" in result.stderr
+    assert read.read_bytes() == before
+
+
+def shell(line: str, alphabet: Path, **env: str) -> subprocess.CompletedProcess[bytes]:
+    """A shell line in which $RUN is `tapeout run ENGINE`."""
+    return subprocess.run(
+        ["bash", "-c", line.replace("$RUN", f"{TAPEOUT} run {alphabet}")],
+        capture_output=True,
+        check=False,
+        env={**os.environ, **env},
+        timeout=60,
+    )
+
+
+def test_a_redirected_input_is_not_overwritten(alphabet: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}')
+    done = shell(f"$RUN --input - -o {source} <{source}", alphabet)
+    assert done.returncode == 2, done.stderr
+    assert source.read_text() == '{"prompt": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "expected"),
+    [
+        ("$RUN <&-", 2, "standard input is closed"),
+        ("$RUN --input - <&-", 2, "standard input is closed"),
+        ("$RUN -p x >&-", 2, "standard output is closed"),
+        ("$RUN -p x >/dev/full", 1, "standard output cannot be written: No space left on device"),
+        ("$RUN -p x --json >/dev/full", 1, "standard output cannot be written: No space left on device"),
+        ("$RUN --help >/dev/full", 1, "cannot be written: No space left on device"),
+        ("$RUN -p x -o /dev/null >&- <&- 2>/dev/null", 0, ""),
+        ("$RUN -p '' 2>/dev/full", 2, ""),
+        ("$RUN -p $'\\xff'", 2, "is not UTF-8 text"),
+    ],
+)
+def test_broken_standard_streams(alphabet: Path, line: str, code: int, expected: str) -> None:
+    done = shell(line, alphabet)
+    errors = done.stderr.decode()
+    assert done.returncode == code, errors
+    assert expected in errors
+    for sign in ("unexpected", "Traceback", "Exception ignored"):
+        assert sign not in errors
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+    ],
+)
+def test_text_does_not_depend_on_the_locale(alphabet: Path, env: dict[str, str]) -> None:
+    done = shell("$RUN -p é --json && $RUN -p é -p b", alphabet, **env)
+    assert done.returncode == 0, done.stderr
+    first, header = done.stdout.decode().splitlines()[:2]
+    assert json.loads(first)["prompt"] == "é"
+    assert header in ("--- 1 of 2: \\xe9 ---", "--- 1 of 2: é ---")
+
+
+def test_bad_generation_defaults_are_told_to_be_the_engines(tmp_path: Path, write_engine: Write) -> None:
+    engine = write_engine(
+        tmp_path / "old.engine", generation={"do_sample": True, "temperature": -3.0, "max_new_tokens": -2}
+    )
+    result = CliRunner().invoke(cli, ["run", str(engine), "--prompt", "a"])
+    assert result.exit_code == 2
+    assert result.stderr.count("(from the engine's generation config)") == 2
+    flags = ["--prompt", "a", "--temperature", "0", "--max-tokens", "1"]
+    assert ok(CliRunner().invoke(cli, ["run", str(engine), *flags])).stdout == "b\n"

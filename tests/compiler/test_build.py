@@ -267,3 +267,19 @@ class TestBadModels:
         with pytest.raises(UsageError, match="is not a timing cache"):
             build(str(checkpoint), tmp_path / "m.engine", BuildOptions(timing_cache=tmp_path / "cache.json"))
         assert listing(tmp_path) == ["cache.json"]
+
+    def test_the_models_own_files_are_not_overwritten(
+        self, checkpoint: Path, tmp_path: Path, options: Options
+    ) -> None:
+        folder = shutil.copytree(checkpoint, tmp_path / "m")
+        before = {p.name: p.read_bytes() for p in folder.iterdir()}
+        (tmp_path / "link").symlink_to("m/model.safetensors")
+        outputs = ("m/model.safetensors", "link", "m/tokenizer.json", "m/model.safetensors.index.json")
+        for output in outputs:
+            with pytest.raises(UsageError, match="an input of the build"):
+                build(str(folder), tmp_path / output, options(dry_run=output == "link"))
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+    def test_the_options_file_is_not_overwritten(self, tmp_path: Path, options: Options) -> None:
+        with pytest.raises(UsageError, match="an input of the build"):
+            build("no-model", tmp_path / "m", options(), inputs=(tmp_path / "m.report.json",))

@@ -186,10 +186,70 @@ class TestStaged:
         assert len(listing(tmp_path)) == 1 + shared
 
     @pytest.mark.parametrize("shared", [False, True])
-    def test_without_commit_nothing_stays(self, tmp_path: Path, shared: bool) -> None:
-        with self.stage(tmp_path / "e", shared=shared):
+    def test_without_commit_no_engine_stays(self, tmp_path: Path, shared: bool) -> None:
+        with self.stage(tmp_path / "e", shared=shared) as staged:
             assert len(listing(tmp_path)) == 1 + shared
-        assert listing(tmp_path) == []
+        # Whole, and named by its digest: another build may have begun to use the weight file.
+        assert listing(tmp_path) == [p.name for p in staged.result.paths[1:]]
+        assert self.stage(tmp_path / "f", shared=shared).result.shared_reused == shared
+
+    @pytest.mark.parametrize("shared", [False, True])
+    @pytest.mark.parametrize("moment", ["before", "after"])
+    def test_an_interrupt_while_names_are_given(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool, moment: str
+    ) -> None:
+        real = Path.replace
+
+        def interrupted(source: Path, target: Path) -> Path:
+            if moment == "before":
+                signal.raise_signal(signal.SIGINT)
+            result = real(source, target)
+            signal.raise_signal(signal.SIGINT)
+            return result
+
+        with pytest.raises(KeyboardInterrupt), self.stage(tmp_path / "e", shared=shared) as staged:
+            monkeypatch.setattr(Path, "replace", interrupted)
+            staged.commit(MANIFEST, (tmp_path / "e.report.json", "{}"))
+        # Engine, report and weights are there together, and nothing else.
+        assert len(listing(tmp_path)) == 2 + shared
+        assert (tmp_path / "e.report.json").read_text() == "{}"
+        with open_engine(tmp_path / "e") as engine:
+            engine.verify_all()
+
+    def test_without_a_report_there_is_no_engine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for error in (KeyboardInterrupt(), OSError(errno.EIO, "bad disk")):
+
+            def failing(path: Path, error: BaseException = error) -> Any:
+                raise error
+
+            with (
+                pytest.raises((KeyboardInterrupt, OSError, TapeoutError)),
+                self.stage(tmp_path / "e") as staged,
+            ):
+                monkeypatch.setattr(writer, "temporary_file", failing)
+                staged.commit(MANIFEST, (tmp_path / "e.report.json", "{}"))
+            monkeypatch.undo()
+            assert listing(tmp_path) == []
+
+    def test_a_link_to_an_engine_stays_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "d").mkdir()
+        (tmp_path / "link").symlink_to("d/e")
+        for _ in range(2):
+            with self.stage(tmp_path / "link") as staged:
+                staged.commit(MANIFEST)
+        assert (tmp_path / "link").is_symlink()
+        assert listing(tmp_path / "d") == ["e"]
+        with pytest.raises(UsageError, match="its weights would stand there"):
+            self.stage(tmp_path / "link", shared=True)
+
+    def test_leftovers_of_killed_builds_go(self, tmp_path: Path) -> None:
+        for name in (".0123456789abcdef.weights.safetensors.aa.tmp", ".e.aa.tmp"):
+            (tmp_path / name).touch()
+        with self.stage(tmp_path / "e", shared=True) as staged:
+            staged.commit(MANIFEST)
+        assert listing(tmp_path) == sorted(p.name for p in staged.result.paths)
 
     def test_a_weight_file_of_another_engine_stays(self, tmp_path: Path) -> None:
         with self.stage(tmp_path / "a", shared=True) as staged:

@@ -270,7 +270,7 @@ class TestCache:
         def interrupted(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(json, "dump", interrupted)
+        monkeypatch.setattr(json, "dumps", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.save()
         assert path.read_text() == '{"version": 1, "entries": {}}'
@@ -296,6 +296,8 @@ class TestCache:
             b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {}}}}}}',
             b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"time_us": "fast"}}}}}}',
             b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"time_us": NaN}}}}}}',
+            b'{"version": 1, "entries": {"k": {"rows": {"1": {"aten": {"time_us": 1%s}}}}}}' % (b"0" * 400),
+            b'{"version": 1, "entries": ' + b"[" * 100_000,
         ],
     )
     def test_a_file_that_is_none_is_refused(self, tmp_path: Path, content: bytes) -> None:

@@ -23,6 +23,9 @@ from tapeout.plugins.sample.params import SamplingParams, unsupported_generation
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "hot"),
+        ("temperature", 1e-300),  # 0 in float32
+        ("temperature", 1e39),  # infinite in float32
+        ("temperature", 10**100),
         ("top_k", -2),
         ("top_k", 1.0),
         ("top_p", 0.0),
@@ -30,6 +33,11 @@ from tapeout.plugins.sample.params import SamplingParams, unsupported_generation
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-39),
+        ("repetition_penalty", 1e39),
+        ("top_k", 2**31),
+        ("max_tokens", 2**63),
+        ("stop_token_ids", [2**31]),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("seed", -1),
@@ -50,6 +58,35 @@ def test_a_bad_value_is_refused_with_its_name_and_value(name: str, value: Any) -
         SamplingParams(**{name: value})
     assert f"{name} = {value!r}, expected" in error.value.message
     assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "max_tokens", "stop_token_ids"])
+@pytest.mark.parametrize("digits", [400, 5000])  # beyond every float; more than Python prints
+def test_huge_integers_are_refused_like_other_values(name: str, digits: int) -> None:
+    value: Any = 10**digits
+    with pytest.raises(UsageError, match=f"{name} = .*, expected"):
+        SamplingParams(**{name: [value] if name == "stop_token_ids" else value})
+
+
+def test_extremes_that_are_allowed() -> None:
+    for temperature in (0, -0.0, 1e-5, 1e5):
+        SamplingParams(temperature=temperature, repetition_penalty=1e-3)
+    SamplingParams(repetition_penalty=1e3, max_tokens=2**63 - 1)
+
+
+def test_a_stop_string_is_unicode_text() -> None:
+    with pytest.raises(UsageError, match=r"stop = .*holds '\\\\ud800' at character 1"):
+        SamplingParams(stop=("ok", "a\ud800"))
+
+
+def test_a_bad_default_is_told_to_be_the_engines() -> None:
+    generation = {"do_sample": True, "temperature": -1.0, "top_p": 3, "max_new_tokens": -4}
+    with pytest.raises(UsageError) as error:
+        SamplingParams.from_generation(generation, top_p=2.0)
+    lines = error.value.message.splitlines()[1:]
+    told = {line.split()[0]: "(from the engine's generation config)" in line for line in lines}
+    assert told == {"temperature": True, "max_tokens": True, "top_p": False}
+    assert SamplingParams.from_generation(generation, temperature=1, top_p=1, max_tokens=1).top_p == 1
 
 
 def test_all_offenders_are_named_at_once() -> None:

@@ -101,6 +101,36 @@ def test_non_finite_rows_are_flagged_and_change_nothing(bad: float) -> None:
     assert sampler._slots[0].num_sampled == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("trouble", ["overflow", "all masked", "exception"])
+def test_a_row_without_a_choice_leaves_the_others_alone(
+    trouble: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, options = random_logits(2), {"temperature": temperature, "seed": 1}
+    own: dict[str, Any] = {"repetition_penalty": 1e-3}
+    logits[0, 2] = 3e38  # divided by the penalty it is infinite
+    if trouble == "all masked":
+        own = {"min_tokens": 3, "max_tokens": 9, "stop_token_ids": tuple(range(V))}
+    elif trouble == "exception":
+        own = {"logprobs": 1}
+        monkeypatch.setattr("tapeout.plugins.sample.sampler.top_logprobs", lambda *args: 1 / 0)
+    alone, sampler = make(), make()
+    for slot, params in ((0, SamplingParams(**options, **own)), (1, SamplingParams(**options))):
+        sampler.admit(slot, params, np.array([2]))
+        alone.admit(slot, params, np.array([2]))
+    result = sampler.sample(logits, np.array([0, 1]), np.array([0, 0]))
+    assert result.finite.tolist() == [False, True]
+    assert result.token_ids[1] == sample_one(alone, logits[1], slot=1)
+    assert sampler._slots[0].num_sampled == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e5])
+def test_the_extreme_temperatures_choose(temperature: float) -> None:
+    sampler, row = make(), random_logits(1, scale=1e30)[0]
+    sampler.admit(0, SamplingParams(temperature=temperature, top_p=1e-300, min_p=1.0, seed=3), np.array([2]))
+    assert sample_one(sampler, row) == int(row.argmax())
+
+
 # ---- processors against Hugging Face ------------------------------------------------------
 
 

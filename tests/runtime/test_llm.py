@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -305,6 +306,65 @@ def test_bad_options_are_refused_together_and_the_engine_is_closed(make_llm: Cal
     for part in ("chunk_tokens = 0", "max_batch_size = 4, but the engine was built for at most 3", "threads"):
         assert part in error.value.message
     assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"kv_cache_bytes": "1"}, "kv_cache_bytes = '1', expected an integer"),
+        ({"max_tokens_in_kv_cache": 64.0}, "max_tokens_in_kv_cache = 64.0, expected an integer"),
+        ({"free_memory_fraction": None}, "free_memory_fraction = None, expected a number"),
+        ({"free_memory_fraction": True}, "free_memory_fraction = True, expected a number"),
+        ({"on_step": 5}, "on_step = 5, expected a function"),
+        ({"threads": 100_000}, "threads = 100000, but this machine has"),
+        ({"threads": 10**5000}, "threads = <int too long to print>"),
+        ({"chunk_tokens": "x"}, "chunk_tokens = 'x', expected an integer"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused(
+    make_llm: Callable[..., LLM], options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UsageError, match="^") as error:
+        make_llm(answers(TABLE), **options)
+    assert expected in error.value.message
+
+
+def test_an_engine_is_a_path() -> None:
+    for value in (None, 5, ["x"]):
+        with pytest.raises(UsageError, match="expected the path of an engine file"):
+            LLM(value)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="File name too long"):
+        LLM("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda llm: llm.generate(np.array(5)), "prompts = array(5), a ndarray, expected a prompt"),
+        (lambda llm: llm.generate(None), "prompts = None"),
+        (lambda llm: llm.generate(b"Hi"), "prompts = b'Hi', a bytes"),
+        (lambda llm: llm.generate("Hi", 5), "sampling_params = 5, expected SamplingParams"),
+        (lambda llm: llm.generate("a\ud800"), "prompt 0: the text holds '\\ud800' at character 1"),
+        (lambda llm: llm.generate({"prompt": 5, "prompt_token_ids": [1]}), "'prompt' = 5, expected a string"),
+        (lambda llm: llm.generate([[10**5000]]), "token ids <int too long to print> are outside"),
+        (lambda llm: llm.chat({"role": "user", "content": "Hi"}), "messages = {'role': 'user'"),
+        (lambda llm: llm.chat(None), "messages = None, a NoneType, expected a list"),
+        (lambda llm: llm.chat(5), "messages = 5, a int, expected a list"),
+        (lambda llm: llm.chat([]), "there are no messages"),
+        (lambda llm: llm.chat([{"role": "user", "content": "\ud800"}]), "the text holds '\\ud800'"),
+        (lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template=5), "chat_template = 5"),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs=5),
+            "chat_template_kwargs = 5, expected a mapping",
+        ),
+    ],
+)
+def test_a_call_with_a_wrong_type_is_refused(
+    make_llm: Callable[..., LLM], call: Callable[[Any], Any], expected: str
+) -> None:
+    with pytest.raises(UsageError, match="^") as error:
+        call(make_llm(answers(TABLE)))
+    assert expected in error.value.message
 
 
 def test_a_closed_llm_refuses(make_llm: Callable[..., LLM]) -> None:
