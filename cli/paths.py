@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -53,7 +54,7 @@ def check_output(path: Path, option: str, *, inputs: Iterable[Path] = (), stream
         check_no_input(status, inputs, named)
     try:
         # Permission bits do not tell: root passes them, and a file system may be read-only.
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=temporary_prefix(target)):
+        with tempfile.TemporaryFile(dir=directory):  # without a name: nothing is left when a signal comes
             pass
     except OSError as error:
         raise UsageError(
@@ -98,8 +99,10 @@ def is_special(status: os.stat_result) -> bool:
     return not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode)
 
 
-def temporary_prefix(target: Path) -> str:
-    return f".{target.name[:_KEPT_NAME]}."
+def temporary_beside(target: Path) -> Path:
+    """A fresh name in the target's directory. Known before the file exists, so that whoever makes it
+    can remove it, whenever a signal comes."""
+    return target.with_name(f".{target.name[:_KEPT_NAME]}.{secrets.token_hex(8)}")
 
 
 def _is_descriptor(path: Path) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tapeout.cli.paths import final_target, is_special, own_descriptor, temporary_prefix
+from tapeout.cli.paths import final_target, is_special, own_descriptor, temporary_beside
 from tapeout.cli.streams import standard_output, writing
 
 if TYPE_CHECKING:
@@ -112,19 +111,15 @@ def _opened_as_it_is(target: Path) -> IO[str]:
 
 @contextlib.contextmanager
 def _replaced(target: Path) -> Iterator[IO[str]]:
-    handle, temporary = tempfile.mkstemp(prefix=temporary_prefix(target), dir=target.parent)
+    temporary = temporary_beside(target)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with temporary.open("x", encoding="utf-8") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes private files; a result has the mode that the user's umask gives any file.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(target)
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -357,7 +357,7 @@ def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int,
     if problems:
         raise UsageError(
             "invalid options:\n" + "\n".join(f"  {p}" for p in problems),
-            hint="leave an option out for the engine's or the machine's own; higher limits need another engine",
+            hint="leave one out for the engine's or machine's own; higher limits need another engine",
         )
     return options.get("max_batch_size") or batch, options.get("max_num_tokens") or tokens
 

@@ -39,7 +39,8 @@ _NUM_BINS, _BINS_PER_UNIT = 1024, np.float32(32)  # weights vanish below z = -21
 
 def weights_of(z: np.ndarray) -> np.ndarray:
     """Integer weights [n] int64 of scaled logits z [n] float32 (largest 0, -inf allowed)."""
-    y = np.maximum(z * _LOG2_E, np.float32(-_WEIGHT_BITS - 1))
+    with np.errstate(over="ignore"):  # -inf becomes the bound as well
+        y = np.maximum(z * _LOG2_E, np.float32(-_WEIGHT_BITS - 1))
     whole = np.floor(y)
     y -= whole
     value = np.full_like(y, _EXP2[0])

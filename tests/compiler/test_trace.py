@@ -17,7 +17,7 @@ from tapeout.compiler.trace import trace
 from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.plugins.errors import UnsupportedError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "phi3")
 PASS_NAMES = [p.__name__ for p in PASSES]
 LOGITS_TOLERANCE = 1e-4
 
@@ -177,3 +177,10 @@ def test_tracing_leaves_no_weights_in_memory(family: Callable[..., Any]) -> None
     assert all(ref.source_names() for ref in graph.weights.values())
     # Constants are small tables (inverse frequencies), never parameters.
     assert sum(array.nbytes for array in graph.constants.values()) < 1024
+
+
+def test_heads_of_different_sizes_are_refused_by_name() -> None:
+    q, v = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 8)
+    with pytest.raises(UnsupportedError, match=r"attention of Linear has heads of sizes \[16, 16, 8\]") as caught:
+        ALL_ATTENTION_FUNCTIONS[INTERFACE](nn.Linear(1, 1), q, q, v, None)
+    assert "latent" in (caught.value.hint or "")

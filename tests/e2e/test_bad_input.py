@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -239,22 +240,18 @@ def test_outputs_that_cannot_be_written(
 
 
 def test_a_full_disk(
-    command: Path, tiny_checkpoint: Path, tiny_engine: Path, tiny_cache: Path, tmp_path: Path
+    invoke: Invoke, tiny_checkpoint: Path, tiny_engine: Path, tiny_cache: Path, tmp_path: Path
 ) -> None:
     """A limit on file sizes ends the last write as a full disk does."""
-    limit = tiny_engine.stat().st_size - 1000
-    code = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2); "
-    code += "os.execv(sys.argv[2], sys.argv[2:])"
     output = tmp_path / "m.engine"
     limits = ("--max-batch-size", "4", "--max-num-tokens", "64", "--tokens-per-page", "16")
-    build = [command, "build", tiny_checkpoint, "-o", output, "--timing-cache", tiny_cache, *limits]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(limit), *map(str, build)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    refused(done, 1, "no space left", str(output), "bytes")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (tiny_engine.stat().st_size - 1000, hard))
+    try:
+        result = invoke("build", tiny_checkpoint, "-o", output, "--timing-cache", tiny_cache, *limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused(result, 1, "no space left", str(output), "bytes")
     assert list(tmp_path.iterdir()) == []
 
 

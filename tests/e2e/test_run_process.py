@@ -189,7 +189,7 @@ def prepacked_bytes(engine: Path) -> int:
     return sum(copied.values())
 
 
-@pytest.mark.parametrize("engine", ["smollm2", "smollm2_bf16", "smollm2_int8"])
+@pytest.mark.parametrize("engine", ["smollm2", "smollm2_int8"])
 def test_ctrl_c_ends_cleanly_and_weights_are_not_copied(
     command: Path, engine: str, tiny_anonymous_bytes: int, request: pytest.FixtureRequest
 ) -> None:

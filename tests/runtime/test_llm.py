@@ -324,7 +324,7 @@ def test_bad_options_are_refused_together_and_the_engine_is_closed(make_llm: Cal
 def test_an_option_of_a_wrong_type_is_refused(
     make_llm: Callable[..., LLM], options: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(UsageError, match="^") as error:
+    with pytest.raises(UsageError) as error:
         make_llm(answers(TABLE), **options)
     assert expected in error.value.message
 
@@ -362,7 +362,7 @@ def test_an_engine_is_a_path() -> None:
 def test_a_call_with_a_wrong_type_is_refused(
     make_llm: Callable[..., LLM], call: Callable[[Any], Any], expected: str
 ) -> None:
-    with pytest.raises(UsageError, match="^") as error:
+    with pytest.raises(UsageError) as error:
         call(make_llm(answers(TABLE)))
     assert expected in error.value.message
 
