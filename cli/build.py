@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tapeout.compiler.report import BuildReport
 
 F = TypeVar("F", bound=Callable[..., Any])
-_CHECKPOINT_SUFFIXES = {".safetensors", ".gguf", ".bin", ".json", ".jinja", ".model", ".txt", ".py"}
 KINDS: dict[type, Any] = {int: click.INT, str: click.STRING, Path: click.Path(path_type=Path)}
 
 
@@ -74,7 +73,7 @@ def command(model: str, output: Path | None, config: Path | None, as_json: bool,
             raise click.UsageError("Missing option '-o' / '--output': where to write the engine.")
         output = Path(default_name(model))
     if not options.dry_run:
-        check_output(output, "--output", inputs=_inputs(model, config, options.timing_cache))
+        check_output(output, "--output")
 
     progress = choose_progress(silent=as_json)
     changed = {k: v for k, v in options.effective().items() if v != FIELDS[k].default}
@@ -86,18 +85,6 @@ def command(model: str, output: Path | None, config: Path | None, as_json: bool,
     report = build(model, output, options, progress, inputs)
     with writing():
         click.echo(json.dumps(report.to_json(), indent=2) if as_json else summary(report))
-
-
-def _inputs(model: str, *options: Path | None) -> list[Path]:
-    """Files a build reads: the model's, the options' and the timing cache."""
-    given = [path for path in options if path is not None]
-    checkpoint = Path(model)
-    try:
-        # An engine built into the directory before is no part of the model.
-        files = [p for p in checkpoint.iterdir() if p.suffix in _CHECKPOINT_SUFFIXES]
-    except (OSError, ValueError):  # a file, or the id of a model in a hub
-        files = [checkpoint]
-    return [*given, *files]
 
 
 def default_name(model: str) -> str:

@@ -56,7 +56,7 @@ def _logprobs(token: Mapping[int, Logprob]) -> dict[str, Any]:
 
 def write_json_line(stream: IO[str], data: Mapping[str, Any]) -> None:
     """One line of JSON; characters outside ASCII are escaped where the stream's encoding may lack them."""
-    utf8 = (stream.encoding or "").lower().replace("_", "-") in ("utf-8", "utf8")
+    utf8 = str(getattr(stream, "encoding", None) or "").lower().replace("_", "-") in ("utf-8", "utf8")
     stream.write(json.dumps(data, ensure_ascii=not utf8) + "\n")
 
 

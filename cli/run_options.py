@@ -52,7 +52,7 @@ def _token_ids(context: click.Context, param: click.Parameter, values: tuple[str
     return tuple(map(int, parts))
 
 
-class Text(click.ParamType):
+class Text(click.types.StringParamType):
     """Text for the model: UTF-8 whatever the locale says, and nothing that is none."""
 
     name = "text"

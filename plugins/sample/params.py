@@ -197,7 +197,8 @@ _GENERATION_KEYS = {
 
 def _lower_model_minimum(values: dict[str, Any]) -> None:
     """The model's own minimum must not make a smaller maximum, the caller's above all, invalid."""
-    low, high = values.get("min_tokens"), values.get("max_tokens", SamplingParams.max_tokens)
+    low: Any = values.get("min_tokens")
+    high: Any = values.get("max_tokens", SamplingParams.max_tokens)
     if _is_integer(low) and _is_integer(high) and low > high > 0:
         values["min_tokens"] = high
 
@@ -268,7 +269,7 @@ class _Checks:
     def number(self, name: str, expected: str, valid: Callable[[float], bool]) -> None:
         value = getattr(self.params, name)
         try:
-            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+            number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
         except OverflowError:  # an integer beyond every float
             number = math.inf
         if not (math.isfinite(number) and valid(number)):

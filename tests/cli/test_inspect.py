@@ -204,3 +204,23 @@ def test_an_unverified_build_says_so(tmp_path: Path, write_engine: Callable[...,
     out = ok(inspect(engine))
     assert "verdict  skipped" in out
     assert "tactics (untimed)" in out
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_onnx_never_overwrites_the_engine(engine: Path, tmp_path: Path, link: bool) -> None:
+    target = engine
+    if link:
+        target = tmp_path / "link.onnx"
+        target.symlink_to(engine)
+    before = engine.read_bytes()
+    result = inspect(engine, "--onnx", str(target))
+    assert result.exit_code == 2
+    assert "would be overwritten" in result.stderr
+    assert engine.read_bytes() == before
+    assert inspect(engine, "--onnx", "/dev/null").exit_code == 2
+
+
+def test_a_path_that_is_too_long_is_a_usage_error() -> None:
+    result = inspect(Path("x" * 5000))
+    assert result.exit_code == 2
+    assert "File name too long" in result.stderr

@@ -95,9 +95,7 @@ class TestApart:
             with pytest.raises(UsageError, match=r"an input of the build .*would be lost"):
                 check_outputs(tmp_path / output, BuildOptions(), [tmp_path / "input"])
         with pytest.raises(UsageError, match="timing cache .* is also an input"):
-            check_outputs(
-                tmp_path / "g", BuildOptions(timing_cache=tmp_path / "e"), [tmp_path / "input"]
-            )
+            check_outputs(tmp_path / "g", BuildOptions(timing_cache=tmp_path / "e"), [tmp_path / "input"])
 
 
 def test_leftovers_go_and_files_at_work_stay(tmp_path: Path) -> None:

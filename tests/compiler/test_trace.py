@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tapeout.compiler.build import trace_source
 from tapeout.compiler.graph import run_graph
 from tapeout.compiler.pipeline import PASSES, expected_matches
-from tapeout.compiler.trace import trace
+from tapeout.compiler.trace import INTERFACE, trace
 from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.plugins.errors import UnsupportedError
 
@@ -148,7 +149,9 @@ class TestRefused:
         source = family("llama").source
         model = load_meta_model(source, "float32", "tapeout")
         model.model.norm = _DataDependent()
-        with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM cannot be traced: ") as caught:
+        with pytest.raises(
+            UnsupportedError, match=r"LlamaForCausalLM \(model_type 'llama'\) cannot be traced"
+        ) as caught:
             trace(model, lambda name: source.checkpoint.tensors[name])
         assert "TAPEOUT_TRACEBACK" in caught.value.render()
 
@@ -181,6 +184,6 @@ def test_tracing_leaves_no_weights_in_memory(family: Callable[..., Any]) -> None
 
 def test_heads_of_different_sizes_are_refused_by_name() -> None:
     q, v = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 8)
-    with pytest.raises(UnsupportedError, match=r"attention of Linear has heads of sizes \[16, 16, 8\]") as caught:
+    with pytest.raises(UnsupportedError, match=r"of Linear has heads of sizes \[16, 16, 8\]") as caught:
         ALL_ATTENTION_FUNCTIONS[INTERFACE](nn.Linear(1, 1), q, q, v, None)
     assert "latent" in (caught.value.hint or "")
