@@ -12,7 +12,8 @@ import numpy as np
 
 from tapeout.compiler.engine_writer import Progress, write_weights_file
 from tapeout.compiler.ir import IR_TEXT, parse
-from tapeout.model_defs.weights import WeightRef, np_dtype
+from tapeout.model_defs.recipe_steps import np_dtype
+from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.engine.reader import open_engine
 

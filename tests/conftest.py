@@ -14,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Before any test imports torch: more threads than cores would only make times vary.
 os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 4)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# OpenMP threads that wait actively slow everything else on a small machine many times over.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Machines that run the tests are shared: how long an example takes says nothing about the code.
 settings.register_profile("tapeout", deadline=None, suppress_health_check=[HealthCheck.too_slow])
