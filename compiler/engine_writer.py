@@ -198,8 +198,9 @@ def _pending_text(path: Path, text: str) -> Iterator[tuple[Path, Path]]:
     """A small file under a temporary name, and the name it is to get."""
     target = check_output(path, "report")
     remove_leftovers(target)
-    with temporary_file(target) as (temporary, file):
+    with contextlib.ExitStack() as stack:
         try:
+            temporary, file = stack.enter_context(temporary_file(target))
             file.write(text.encode())
             file.flush()
         except OSError as error:

@@ -128,8 +128,8 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in ours.items():
             signal.signal(number, handler)
-        for number in held:
-            signal.raise_signal(number)
+        for waiting in held:
+            signal.raise_signal(waiting)
 
 
 def sync_directory(directory: Path) -> None:

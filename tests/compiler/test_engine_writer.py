@@ -207,9 +207,10 @@ class TestStaged:
             signal.raise_signal(signal.SIGINT)
             return result
 
-        with pytest.raises(KeyboardInterrupt), self.stage(tmp_path / "e", shared=shared) as staged:
+        with self.stage(tmp_path / "e", shared=shared) as staged:
             monkeypatch.setattr(Path, "replace", interrupted)
-            staged.commit(MANIFEST, (tmp_path / "e.report.json", "{}"))
+            with pytest.raises(KeyboardInterrupt):
+                staged.commit(MANIFEST, (tmp_path / "e.report.json", "{}"))
         # Engine, report and weights are there together, and nothing else.
         assert len(listing(tmp_path)) == 2 + shared
         assert (tmp_path / "e.report.json").read_text() == "{}"
@@ -224,12 +225,10 @@ class TestStaged:
             def failing(path: Path, error: BaseException = error) -> Any:
                 raise error
 
-            with (
-                pytest.raises((KeyboardInterrupt, OSError, TapeoutError)),
-                self.stage(tmp_path / "e") as staged,
-            ):
+            with self.stage(tmp_path / "e") as staged:
                 monkeypatch.setattr(writer, "temporary_file", failing)
-                staged.commit(MANIFEST, (tmp_path / "e.report.json", "{}"))
+                with pytest.raises((KeyboardInterrupt, TapeoutError)):
+                    staged.commit(MANIFEST, (tmp_path / "e.report.json", "{}"))
             monkeypatch.undo()
             assert listing(tmp_path) == []
 
