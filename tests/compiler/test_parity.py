@@ -21,8 +21,8 @@ from tapeout.compiler.report import BuildReport
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine import open_engine
-from tapeout.runtime.engine.reader import open_weights_file
 from tapeout.runtime.engine.manifest import ModelFacts
+from tapeout.runtime.engine.reader import open_weights_file
 
 Build = Callable[..., BuildReport]
 
