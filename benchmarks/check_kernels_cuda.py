@@ -1,6 +1,6 @@
 """Check and time the CUDA tactics on a GPU: cubins are made where Triton is, and run where the GPU is.
 
-    python benchmarks/check_kernels_cuda.py --make build/kernels_sm90 [--sm 90] [--op linear] [--quick]
+    python benchmarks/check_kernels_cuda.py --make build/kernels_sm90 [--sm 90] [--op linear] [--model M...]
     python benchmarks/check_kernels_cuda.py --run build/kernels_sm90 [--op linear]
 
 `--run` needs torch with CUDA and cuda-bindings, not Triton. A line a case: op, tactic, model and
@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -37,12 +38,13 @@ MODELS = {
 }
 ROWS = (1, 8, 64, 512, 2048)
 ROTATED_BYTES, MAX_COPIES, REPLAYS = 256 << 20, 32, 30
+SHARED_BYTES = 232448
 SM_COUNTS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170}
 
 
-def bucket_of(rows: int) -> int:
-    """A bucket that is larger than its rows, except where it times a full one."""
-    return rows + 3 if rows in {1, 64} else rows
+def bucket_of(model: str, rows: int) -> int:
+    """A bucket larger than its rows for the small model, which checks; a full one where times count."""
+    return rows + 3 if model.startswith("smol") and rows in {1, 64} else rows
 
 
 def model_cases(model: str, dtype: str) -> Iterator[tuple[str, Case]]:
@@ -58,8 +60,14 @@ def model_cases(model: str, dtype: str) -> Iterator[tuple[str, Case]]:
 
     norm: dict[str, AttrValue] = {"eps": 1e-5, "weight_offset": 0.0, "cast_before_weight": True}
     gain = (TensorType(dtype, (hidden,)),)
-    for n, k in ((qkv, hidden), (hidden, hidden), (2 * wide, hidden), (hidden, wide)):
-        yield case(f"{n}x{k}", signature("linear", (act(k),), (act(n),), (TensorType(dtype, (n, k)),)))
+    for n, k, activation in ((qkv, hidden, ""), (2 * wide, hidden, "silu")):
+        out = act(n // 2 if activation else n)
+        attrs = {**norm, "activation": activation}
+        weights = (*gain, TensorType(dtype, (n, k)))
+        yield case(f"{n}x{k} {activation}", signature("norm_linear", (act(k),), (out,), weights, attrs))
+    for n, k in ((hidden, hidden), (hidden, wide)):
+        types = signature("linear_add", (act(k), act(n)), (act(n),), (TensorType(dtype, (n, k)),))
+        yield case(f"{n}x{k}", types)
     head = (TensorType(dtype, ("R", hidden)),), (TensorType(dtype, ("R", vocab)),)
     yield case(
         f"{vocab}x{hidden}", signature("linear", *head, (TensorType(dtype, (vocab, hidden)),)), (1, 8, 64)
@@ -95,6 +103,12 @@ def model_cases(model: str, dtype: str) -> Iterator[tuple[str, Case]]:
     for label, sequences in steps.items():
         types = signature("paged_attention", (q, kv, kv), (q,), (), attrs)
         yield label, Case(label, types, (sum(n for n, _ in sequences),), sequences)
+        roped = {
+            **attrs, "interleaved": False, "qk_norm": False, "eps": 0.0, "weight_offset": 0.0,
+            "cast_before_weight": False,
+        }  # fmt: skip
+        types = signature("rope_attention", (q, kv, kv, act(dim)), (q,), (), roped)
+        yield label, Case(label, types, (sum(n for n, _ in sequences),), sequences)
     special = {**attrs, "window": 100, "softcap": 5.0}
     types = signature("paged_attention", (q, kv, kv), (q,), (TensorType(dtype, (heads,)),), special)
     yield "window, softcap, sinks", Case("special", types, (115,), steps["mixed"])
@@ -106,7 +120,7 @@ def wanted(model: str, dtype: str, tactic: CudaTactic, case: Case, rows: int, qu
         return False
     if tactic.decode_only and any(q > 1 for q, _ in case.sequences):
         return False
-    if case.signature.op == "linear":
+    if case.signature.op in {"linear", "norm_linear", "linear_add"}:
         few = tactic.max_rows > 0
         if rows <= 8 and not few and model != "smollm2-135m":
             return False
@@ -119,24 +133,25 @@ def wanted(model: str, dtype: str, tactic: CudaTactic, case: Case, rows: int, qu
     return True
 
 
-def make(folder: Path, sm: int, only: str | None, quick: bool, workers: int) -> None:
+def make(
+    folder: Path, sm: int, only: str | None, models: list[str], named: str, quick: bool, workers: int
+) -> None:
     """Write `pack.json` and the cubins."""
     from tapeout.plugins.triton_aot import compile_all, kernel_digest
 
-    target = CudaTarget(sm, SM_COUNTS[sm], 232448)
-    models = (("smollm2-135m", "float32"), ("smollm2-135m", "bfloat16"))
-    models += () if quick else (("llama-3.2-1b", "bfloat16"), ("llama-3.1-8b", "bfloat16"))
+    target = CudaTarget(sm, SM_COUNTS[sm], SHARED_BYTES)
     cases, specs = [], {}
-    for model, dtype in models:
+    runs = [(m, d) for m in models for d in ("float32", "bfloat16") if m.startswith("smol") or d != "float32"]
+    for model, dtype in runs:
         for label, case in model_cases(model, dtype):
             op = case.signature.op
-            for tactic in cuda_tactics(op) if only in {None, op} else ():
-                if tactic.unsupported(case.signature, target):
+            for tactic in cuda_tactics(op) if only is None or op in only.split(",") else ():
+                if tactic.unsupported(case.signature, target) or not re.search(named, tactic.name):
                     continue
                 for rows in case.rows:
                     if not wanted(model, dtype, tactic, case, rows, quick):
                         continue
-                    bucket = bucket_of(rows)
+                    bucket = bucket_of(model, rows)
                     launches = tactic.launches(case.signature, bucket, target)
                     specs.update((kernel_digest(s.kernel), s.kernel) for s in launches)
                     cases.append(
@@ -219,10 +234,19 @@ class Device:
         values += [self.scratch(fields["scratch_bytes"] * x * y * z), 0]
         types += [ctypes.c_void_p] * 2
         stream = self._torch.cuda.current_stream().cuda_stream
-        self._call(
-            "cuLaunchKernel", self.function(launch["kernel"]), x, y, z, fields["threads"], 1, 1,
-            fields["shared_bytes"], stream, (tuple(values), tuple(types)), 0,
-        )  # fmt: skip
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+        config.blockDimX, config.blockDimY, config.blockDimZ = fields["threads"], 1, 1
+        config.sharedMemBytes, config.hStream = fields["shared_bytes"], stream
+        if fields["overlap"]:
+            attribute = driver.CUlaunchAttribute()
+            ids = driver.CUlaunchAttributeID
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        params = (tuple(values), tuple(types))
+        self._call("cuLaunchKernelEx", config, self.function(launch["kernel"]), params, 0)
 
 
 def time_us(device: Device, case: dict[str, Any], operands: Any) -> float:
@@ -261,8 +285,9 @@ def work_of(types: OpSignature, operands: Any, sequences: Any, rows: int) -> tup
     for tensor in (*operands.inputs, *operands.outputs):
         moved += rows * tensor[0].numel() * tensor.element_size()
     operations = 0.0
-    if types.op == "linear":
-        operations = 2.0 * rows * types.weights[0].shape[0] * types.weights[0].shape[1]
+    if "linear" in types.op:
+        n, k = next(w.shape for w in types.weights if len(w.shape) == 2)
+        operations = 2.0 * rows * float(n) * float(k)
     if sequences:
         heads, dim = operands.inputs[0].shape[1:]
         kv_row = operands.inputs[1][0].numel() * operands.inputs[1].element_size()
@@ -286,9 +311,13 @@ def run(folder: Path, only: str | None) -> int:
     )
     for case in pack["cases"]:
         types = read_signature(case["signature"])
-        if only not in {None, types.op}:
+        if only is not None and types.op not in only.split(","):
             continue
         sequences = tuple(tuple(s) for s in case["sequences"])
+        largest = max(pack["kernels"][item["kernel"]]["shared_bytes"] for item in case["launches"])
+        if largest > SHARED_BYTES:
+            print(f"{types.op:16} {case['tactic']:28} left out: {largest} bytes of shared memory")
+            continue
         described = Case(case["label"], types, (case["rows"],), sequences)
         bound = bind(
             described, case["rows"], case["workspace_bytes"], case["bucket"], "cuda", seed=case["rows"]
@@ -322,12 +351,17 @@ def main() -> None:
     action.add_argument("--make", type=Path, metavar="DIR", help="compile a pack here; needs Triton")
     action.add_argument("--run", type=Path, metavar="DIR", help="check and time a pack here; needs a GPU")
     parser.add_argument("--sm", type=int, default=90, choices=sorted(SM_COUNTS))
-    parser.add_argument("--op", choices=sorted(set(OPS) - TRACE_ONLY_OPS), help="this op alone")
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone")
+    parser.add_argument("--op", help=f"these ops alone, of {', '.join(sorted(set(OPS) - TRACE_ONLY_OPS))}")
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tactic", default="", metavar="REGEX", help="tactics alone whose names match")
+    parser.add_argument("--quick", action="store_true", help="fewer tactics")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     options = parser.parse_args()
     if options.make:
-        make(options.make, options.sm, options.op, options.quick, options.workers)
+        make(
+            options.make, options.sm, options.op, options.model, options.tactic, options.quick,
+            options.workers,
+        )  # fmt: skip
     elif options.run:
         sys.exit(1 if run(options.run, options.op) else 0)
     else:

@@ -112,6 +112,7 @@ def summary(report: BuildReport) -> str:
             [
                 ("weights", human_bytes(memory.weights_bytes)),
                 ("arena", human_bytes(memory.arena_bytes)),
+                *([("workspace", human_bytes(memory.workspace_bytes))] if memory.workspace_bytes else []),
                 ("KV cache", human_bytes(memory.kv_cache_bytes)),
                 ("total", f"{human_bytes(memory.total_bytes)}  ({memory.advice()})"),
             ]

@@ -101,6 +101,7 @@ def _program_rows(manifest: dict[str, Any], program: dict[str, Any]) -> list[tup
         ("records", str(program["records"])),
         *_wrapped("ops", ops),
         ("arena", f"{human_bytes(program['arena_bytes'])} for {program['buffers']} buffers"),
+        *([("workspace", human_bytes(workspace))] if (workspace := program["workspace_bytes"]) else []),
         ("KV cache", f"{kv['layers']} layers, {kv['kv_heads']} heads of {kv['head_dim']}, {kv['dtype']}"),
         ("KV page", f"{human_bytes(program['kv_page_bytes'])} for {limits['tokens_per_page']} tokens"),
         ("KV pool", f"{human_bytes(program['kv_cache_bytes'])} for {whole}; a smaller one works too"),

@@ -20,7 +20,7 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
     is the report's file name and its figures of the comparison with HF, None without one.
     """
     program, manifest = engine.program, engine.manifest
-    limits = manifest.limits
+    limits, launches = manifest.limits, engine.launches
     uses = Counter(record.signature for record in program.records)
     report = _report(engine)
     timings = report["timings"] if report else {}
@@ -37,6 +37,7 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
             "ops": dict(Counter(record.op for record in program.records).most_common()),
             "buffers": len(program.buffers),
             "arena_bytes": program.arena_bytes,
+            "workspace_bytes": launches.workspace_bytes + launches.scratch_bytes if launches else 0,
             "kv_page_bytes": page_bytes,
             "kv_cache_bytes": limits.pool_pages * page_bytes,
         },

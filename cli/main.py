@@ -14,6 +14,7 @@ from tapeout.cli.group import RootGroup, end_on_sigterm
 COMMANDS = {
     "build": "tapeout.cli.build",
     "run": "tapeout.cli.run",
+    "bench": "tapeout.cli.bench",
     "inspect": "tapeout.cli.inspect",
     "weights": "tapeout.cli.weights",
 }
@@ -54,6 +55,7 @@ def cli(log_level: str) -> None:
     \b
     tapeout build MODEL -o FILE   a Hugging Face model or a GGUF file into an engine
     tapeout run FILE --prompt X   generate text with an engine
+    tapeout bench latency FILE    measure an engine
     tapeout inspect FILE          what an engine holds
     tapeout weights FILE          the weight file of an engine that shares it
 

@@ -25,6 +25,7 @@ RUNTIME_NAMES = frozenset(
         "max_batch_size",
         "max_num_tokens",
         "threads",
+        "strict_sku",
     )
 )
 
@@ -99,13 +100,24 @@ SAMPLING = (
     _number("--logprobs", int, "Also give this many most likely tokens at each position."),
 )
 
+#: Limits of the engine that a run may lower.
+LIMITS = (
+    _number("--max-batch-size", int, "Most requests in flight, at most the engine's."),
+    _number("--max-num-tokens", int, "Most tokens in one step, at most the engine's."),
+)
+
 #: Arguments of LLM by their own names.
 RUNTIME = (
     _number("--kv-cache-bytes", int, "Most bytes of the KV cache."),
     click.option("--kv-cache-tokens", "max_tokens_in_kv_cache", type=int, help="The same in tokens."),
     _number("--free-memory-fraction", float, "Most of the free memory the KV cache may take."),
     _number("--chunk-tokens", int, "Most prompt tokens of one request in a step."),
-    _number("--max-batch-size", int, "Most requests in flight, at most the engine's."),
-    _number("--max-num-tokens", int, "Most tokens in one step, at most the engine's."),
+    *LIMITS,
     _number("--threads", int, "CPU threads."),
+    click.option(
+        "--strict-sku",
+        is_flag=True,
+        default=None,
+        help="Refuse a GPU of another model than the engine's, or a later CPU level; otherwise a warning.",
+    ),
 )

@@ -6,24 +6,72 @@ from pathlib import Path
 
 import click
 
+#: Packages that only this command takes beyond the runtime's, and the extra that brings each.
+_EXTRAS = {"ml_dtypes": "weights", "gguf": "weights,gguf"}
+
 
 @click.command("weights", short_help="Write the weight file of an engine with shared weights.")
 @click.argument("engine", type=click.Path(path_type=Path))
+@click.argument("model", required=False)
 @click.option(
     "--dummy",
     type=click.IntRange(min=0),
-    required=True,
     metavar="SEED",
     help="Random weights of the real shapes, for measuring: the engine's output means nothing.",
 )
-def command(engine: Path, dummy: int) -> None:
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
+def command(engine: Path, model: str | None, dummy: int | None, revision: str | None) -> None:
     """Write the weights that ENGINE, built with --weights shared, expects beside it.
 
+    MODEL is the checkpoint that ENGINE was built from: a Hugging Face directory, a hub id or a .gguf
+    file. Another one is refused, with all tensors that do not fit. The file is the one the build wrote,
+    byte for byte; neither torch nor transformers is needed (pip install 'tapeout[weights]', and
+    'tapeout[gguf]' for a .gguf file).
+
     \b
+    tapeout weights model.engine ./checkpoint
     tapeout weights model.engine --dummy 1
     """
+    if (model is None) == (dummy is None):
+        raise click.UsageError("Give either MODEL, the checkpoint, or --dummy SEED.")
+    if dummy is not None and revision is not None:
+        raise click.UsageError("--revision belongs to MODEL: random weights have none.")
+    try:
+        if model is None:
+            assert dummy is not None
+            _write_dummy(engine, dummy)
+        else:
+            _write(engine, model, revision)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        from tapeout.plugins.errors import UsageError
+
+        raise UsageError(
+            f"tapeout weights needs {error.name} here, which is not installed",
+            hint=f"pip install 'tapeout[{_EXTRAS[error.name]}]'",
+        ) from None
+
+
+def _write(engine: Path, model: str, revision: str | None) -> None:
+    from tapeout.cli.format import human_bytes
+    from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.weight_file import write_weights
+
+    with choose_progress(silent=False).stage("weights", model) as stage:
+        written = write_weights(
+            engine,
+            model,
+            revision=revision,
+            progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+        )
+    note = "  was there already, checked and kept" if written.reused else ""
+    click.echo(f"{written.path}  {human_bytes(written.path.stat().st_size)}{note}")
+
+
+def _write_dummy(engine: Path, seed: int) -> None:
     from tapeout.cli.format import human_bytes
     from tapeout.compiler.dummy_weights import write_dummy_weights
 
-    path = write_dummy_weights(engine, dummy)
-    click.echo(f"{path}  {human_bytes(path.stat().st_size)}  random weights, seed {dummy}")
+    path = write_dummy_weights(engine, seed)
+    click.echo(f"{path}  {human_bytes(path.stat().st_size)}  random weights, seed {seed}")

@@ -24,6 +24,7 @@ from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, Stage
+from tapeout.compiler.recipe_book import RECIPES_TEXT, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.trace import INTERFACE, trace
@@ -73,7 +74,9 @@ def build(
     with stages("trace", f"{source.config.model_type}, {dtype}"):
         graph, find_tensor = trace_source(source, dtype)
     with stages("passes") as stage:
-        matches = run_passes(graph, passes_for(options), expected_matches(source.config), dump=options.dump)
+        passes = passes_for(options)
+        expected = expected_matches(source.config, passes)
+        matches = run_passes(graph, passes, expected, dump=options.dump)
         module = lower(graph)
         stage.update(f"{len(module.nodes)} ops")
     target = resolve_target(options, host)
@@ -87,10 +90,14 @@ def build(
         check_alignment(program)
     manifest = describe(source, module, options, target, dtype, limits, matches, chosen.choices.timed)
     weights = {name: graph.weights[name] for name in module.weights}
-    report = _report(output, options, manifest, memory_plan(weights, program, manifest), chosen)
+    memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
+    report = _report(output, options, manifest, memory, chosen)
     if options.dry_run:
         return stages.finish(replace(report, file_bytes=_planned_files(report, options, chosen)))
 
+    texts, read = texts_of(source, module), _reader(source, graph)
+    if options.weights == "shared":
+        texts[RECIPES_TEXT] = recipes_text(source, weights, read)
     with ExitStack() as stack:  # whatever fails in here leaves no engine and no temporary file
         with stages("write", str(output)) as stage:
             staged = stack.enter_context(
@@ -99,9 +106,9 @@ def build(
                     manifest,
                     program,
                     weights,
-                    _reader(source, graph),
+                    read,
                     chosen.kernels,
-                    texts_of(source, module),
+                    texts,
                     source_digest=source.checkpoint.digest(),
                     shared=options.weights == "shared",
                     launches=chosen.launches,

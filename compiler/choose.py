@@ -28,6 +28,8 @@ class Chosen:
     """Tactics with the kernels they need; launches for CUDA.
 
     `row_multiple`: rows of the arena's buffers are padded to this many elements.
+    `workspace_bytes`: GPU memory of the tactics beside the arena; in a dry run without the scratch of
+    their kernels, which compiling them tells.
     """
 
     choices: Choices
@@ -35,6 +37,7 @@ class Chosen:
     launches: LaunchTable | None = None
     row_multiple: int = 1
     warnings: tuple[str, ...] = ()
+    workspace_bytes: int = 0
 
 
 def choose_for_cuda(
@@ -43,16 +46,18 @@ def choose_for_cuda(
     """Default tactics and their cubins: nothing is timed yet, which the manifest says."""
     gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
     chosen = choose_cuda(signatures_of(module), limits, gpu, batch_invariant=options.batch_invariant)
-    choices = Choices(ranges_of(chosen), (), timed=False)
+    choices = Choices(ranges_of(chosen.mixed), (), timed=False)
     warnings = [f"tactics for {target} are defaults, nothing was timed"]
     if options.timing_cache is not None:
         warnings.append(f"timing cache {options.timing_cache} is not used: it holds no timings of GPUs yet")
     if options.dry_run:
-        return Chosen(choices, {}, None, ROW_MULTIPLE, tuple(warnings))
+        workspace = max(c.workspace_bytes for c in chosen.all())
+        return Chosen(choices, {}, None, ROW_MULTIPLE, tuple(warnings), workspace)
     dtype = module.values()[module.logits.value].dtype
     known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
     plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
-    return Chosen(choices, plan.cubins, plan.table, ROW_MULTIPLE, tuple(warnings))
+    workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
+    return Chosen(choices, plan.cubins, plan.table, ROW_MULTIPLE, tuple(warnings), workspace)
 
 
 def choose_for_cpu(

@@ -42,6 +42,22 @@ class Chosen:
     workspace_bytes: int
 
 
+@dataclass(frozen=True)
+class CudaChoices:
+    """Tactics by signature key, over ascending rows.
+
+    Attributes:
+        mixed: of every signature, for steps of any kind.
+        decode: of those signatures that have tactics for steps in which every sequence has one row.
+    """
+
+    mixed: Mapping[str, tuple[Chosen, ...]]
+    decode: Mapping[str, tuple[Chosen, ...]]
+
+    def all(self) -> tuple[Chosen, ...]:
+        return tuple(c for kind in (self.mixed, self.decode) for row in kind.values() for c in row)
+
+
 def buckets(most: int) -> tuple[int, ...]:
     """Padded row counts that are captured: powers of two, and the limit."""
     return tuple(sorted({*(1 << i for i in range(most.bit_length())), most}))
@@ -49,8 +65,8 @@ def buckets(most: int) -> tuple[int, ...]:
 
 def choose_cuda(
     signatures: Mapping[str, OpSignature], limits: Limits, target: CudaTarget, *, batch_invariant: bool
-) -> dict[str, tuple[Chosen, ...]]:
-    """Default tactics by signature key, over ascending rows; nothing is timed.
+) -> CudaChoices:
+    """Default tactics; nothing is timed.
 
     Args:
         batch_invariant: one tactic for all rows, among those whose rows do not depend on company.
@@ -58,23 +74,47 @@ def choose_cuda(
     Raises:
         UnsupportedError: ops that no tactic can run on the target, all of them listed.
     """
-    chosen, missing = {}, []
+    mixed, decode, missing = {}, {}, []
     for key, signature in signatures.items():
         sizes = buckets(max_rows(signature.outputs[0].shape, limits))
-        usable, reasons = _usable(signature, target, batch_invariant)
-        if not usable:
+        usable, reasons = usable_tactics(signature, target, batch_invariant)
+        general = [t for t in usable if not t.decode_only]
+        if not general:
             missing.append(f"{key}:")
             missing += [f"  {name}: {reason}" for name, reason in reasons.items()]
             continue
         if batch_invariant:
-            usable = [min(_suited(usable, sizes[-1]), key=partial(_total_us, signature, sizes, target))]
-        chosen[key] = _merge([_at(signature, usable, rows, target) for rows in sizes])
+            general = [min(suited_tactics(general, sizes[-1]), key=partial(_total_us, signature, sizes, target))]
+        mixed[key] = merge_ranges([chosen_at(signature, general, rows, target) for rows in sizes])
+        if len(usable) > len(general) and not batch_invariant:
+            decode[key] = merge_ranges([chosen_at(signature, usable, rows, target) for rows in decode_buckets(limits)])
     if missing:
         raise UnsupportedError(
             f"no CUDA tactic on sm_{target.sm} for these ops:\n" + "\n".join(f"  {m}" for m in missing),
             hint="--target cpu runs them",
         )
-    return chosen
+    return CudaChoices(mixed, decode)
+
+
+def decode_buckets(limits: Limits) -> tuple[int, ...]:
+    """Padded row counts of steps in which every sequence has one row."""
+    return buckets(min(limits.max_batch_size, limits.max_num_tokens))
+
+
+def usable_tactics(
+    signature: OpSignature, target: CudaTarget, batch_invariant: bool
+) -> tuple[list[CudaTactic], dict[str, str]]:
+    """Tactics that can run the signature (those for decode only too), and why the others cannot."""
+    usable, reasons = [], {}
+    for tactic in cuda_tactics(signature.op):
+        reason = tactic.unsupported(signature, target)
+        if reason is None and batch_invariant and not tactic.batch_invariant:
+            reason = "its result for a row depends on the other rows"
+        if reason is None:
+            usable.append(tactic)
+        else:
+            reasons[tactic.name] = reason
+    return usable, reasons
 
 
 def ranges_of(chosen: Mapping[str, tuple[Chosen, ...]]) -> dict[str, tuple[TacticRange, ...]]:
@@ -83,7 +123,7 @@ def ranges_of(chosen: Mapping[str, tuple[Chosen, ...]]) -> dict[str, tuple[Tacti
 
 
 def plan_cuda(
-    chosen: Mapping[str, tuple[Chosen, ...]],
+    chosen: CudaChoices,
     logits: TensorType,
     valid_vocab_size: int,
     limits: Limits,
@@ -101,22 +141,24 @@ def plan_cuda(
         for rows in buckets(limits.max_batch_size)
     }
     launches = [*fill, *(s for specs, _ in sample.values() for s in specs)]
-    launches += [s for row in chosen.values() for c in row for s in c.launches]
+    launches += [s for c in chosen.all() for s in c.launches]
     specs = [launch.kernel for launch in launches]
-    kernels = _Kernels(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
-    ranges = {
-        key: tuple(RangeLaunches(c.rows, c.workspace_bytes, kernels.launches(c.launches)) for c in row)
-        for key, row in chosen.items()
-    }
+    kernels = KernelTable(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
+    ranges, decode_ranges = (
+        {key: tuple(kernels.range_launches(c) for c in row) for key, row in kind.items()}
+        for kind in (chosen.mixed, chosen.decode)
+    )
     sampling = tuple(
-        RangeLaunches(rows, size, kernels.launches(specs)) for rows, (specs, size) in sample.items()
+        RangeLaunches(rows, "", size, kernels.launches(specs)) for rows, (specs, size) in sample.items()
     )
     filling = kernels.launches(fill)
-    everything = [*(r for row in ranges.values() for r in row), *sampling]
+    ranged = (*ranges.values(), *decode_ranges.values(), sampling)
+    everything = [r for row in ranged for r in row]
     table = LaunchTable(
         sm=target.sm,
         kernels=tuple(kernels.table),  # complete: every launch has been numbered above
         ranges=ranges,
+        decode_ranges=decode_ranges,
         row_buckets=buckets(limits.max_num_tokens),
         logit_buckets=buckets(limits.max_batch_size),
         workspace_bytes=_aligned(max(r.workspace_bytes for r in everything)),
@@ -152,25 +194,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // 256) * 256
 
 
-def _usable(
-    signature: OpSignature, target: CudaTarget, batch_invariant: bool
-) -> tuple[list[CudaTactic], dict[str, str]]:
-    """Tactics that can run the signature in a bucket of any rows, and why the others cannot."""
-    usable, reasons = [], {}
-    for tactic in cuda_tactics(signature.op):
-        reason = tactic.unsupported(signature, target)
-        if reason is None and tactic.decode_only:
-            reason = "buckets hold prefill and decode rows alike"
-        if reason is None and batch_invariant and not tactic.batch_invariant:
-            reason = "its result for a row depends on the other rows"
-        if reason is None:
-            usable.append(tactic)
-        else:
-            reasons[tactic.name] = reason
-    return usable, reasons
-
-
-def _suited(tactics: Sequence[CudaTactic], rows: int) -> list[CudaTactic]:
+def suited_tactics(tactics: Sequence[CudaTactic], rows: int) -> list[CudaTactic]:
     """Those that are not hopeless at `rows`, if any."""
     return [t for t in tactics if not t.max_rows or rows <= t.max_rows] or list(tactics)
 
@@ -179,9 +203,9 @@ def _total_us(signature: OpSignature, sizes: Sequence[int], target: CudaTarget, 
     return sum(tactic.expected_us(signature, rows, target) for rows in sizes)
 
 
-def _at(signature: OpSignature, usable: Sequence[CudaTactic], rows: int, target: CudaTarget) -> Chosen:
+def chosen_at(signature: OpSignature, usable: Sequence[CudaTactic], rows: int, target: CudaTarget) -> Chosen:
     """The tactic expected to be fastest at `rows`."""
-    tactic = min(_suited(usable, rows), key=lambda t: t.expected_us(signature, rows, target))
+    tactic = min(suited_tactics(usable, rows), key=lambda t: t.expected_us(signature, rows, target))
     return Chosen(
         rows,
         tactic,
@@ -190,7 +214,7 @@ def _at(signature: OpSignature, usable: Sequence[CudaTactic], rows: int, target:
     )
 
 
-def _merge(row: Sequence[Chosen]) -> tuple[Chosen, ...]:
+def merge_ranges(row: Sequence[Chosen]) -> tuple[Chosen, ...]:
     """Neighbouring buckets with the same launches become one range, with the larger one's workspace."""
     merged: list[Chosen] = []
     for item in row:
@@ -200,7 +224,7 @@ def _merge(row: Sequence[Chosen]) -> tuple[Chosen, ...]:
     return tuple(merged)
 
 
-class _Kernels:
+class KernelTable:
     """Numbers compiled kernels and names their cubins by content."""
 
     def __init__(self, compiled: Mapping[str, CompiledKernel]) -> None:
@@ -212,12 +236,17 @@ class _Kernels:
     def launches(self, specs: tuple[LaunchSpec, ...]) -> tuple[Launch, ...]:
         return tuple(self._launch(spec) for spec in specs)
 
+    def range_launches(self, chosen: Chosen) -> RangeLaunches:
+        return RangeLaunches(
+            chosen.rows, chosen.tactic.name, chosen.workspace_bytes, self.launches(chosen.launches)
+        )
+
     def _launch(self, spec: LaunchSpec) -> Launch:
         grid = tuple(Grid(d.per_block, d.times) for d in spec.grid)
         args = tuple(KernelArg(a.kind, a.index, a.name, a.value) for a in spec.args)
-        return Launch(self._number(spec.kernel.key()), grid, args)
+        return Launch(self.number(spec.kernel.key()), grid, args)
 
-    def _number(self, key: str) -> int:
+    def number(self, key: str) -> int:
         if key not in self._index:
             kernel = self._compiled[key]
             blob = f"{hashlib.sha256(kernel.cubin).hexdigest()[:24]}.cubin"
@@ -231,6 +260,7 @@ class _Kernels:
                     kernel.shared_bytes,
                     kernel.scratch_bytes,
                     kernel.num_scratch,
+                    kernel.overlap,
                 )
             )
         return self._index[key]

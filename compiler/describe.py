@@ -14,6 +14,7 @@ from tapeout.compiler.targets import cuda_target
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.native import source_digest
+from tapeout.plugins.registry import OPS
 from tapeout.plugins.triton_aot.digest import ptxas_version, triton_version
 from tapeout.runtime.engine.container import tensor_bytes
 from tapeout.runtime.engine.manifest import (
@@ -75,7 +76,7 @@ def describe(
 
 def kv_cache_layout(module: Module) -> KvCacheLayout:
     """The cache the module's attention ops share."""
-    calls = [n for n in module.nodes if n.op == "paged_attention"]
+    calls = [n for n in module.nodes if OPS[n.op].reads_cache]
     k = calls[0].inputs[1]
     dtype = module.values()[k.value].dtype
     return KvCacheLayout(layers=len(calls), kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), dtype=dtype)
@@ -91,13 +92,19 @@ def texts_of(source: ModelSource, module: Module) -> dict[str, bytes]:
     return texts
 
 
-def memory_plan(weights: Mapping[str, WeightRef], program: Program, manifest: Manifest) -> MemoryPlan:
-    """Bytes at run time, with a cache in which every request may reach its longest."""
+def memory_plan(
+    weights: Mapping[str, WeightRef], program: Program, manifest: Manifest, workspace_bytes: int
+) -> MemoryPlan:
+    """Bytes at run time, with a cache in which every request may reach its longest.
+
+    `workspace_bytes` is what the chosen tactics take beside the arena; 0 on CPUs.
+    """
     limits = manifest.limits
     return MemoryPlan(
         weights_bytes=sum(tensor_bytes(ref.dtype, ref.shape) for ref in weights.values()),
         arena_bytes=program.arena_bytes,
         kv_cache_bytes=limits.pool_pages * manifest.kv_cache.page_bytes(limits.tokens_per_page),
+        workspace_bytes=workspace_bytes,
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tapeout.compiler.engine_writer import Progress, write_weights_file
+from tapeout.compiler.engine_writer import write_weights_file
 from tapeout.compiler.ir import IR_TEXT, parse
+from tapeout.compiler.pending_file import Progress
+from tapeout.compiler.weight_file import shared_path
 from tapeout.model_defs.recipe_steps import np_dtype
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UsageError
@@ -29,19 +31,13 @@ def write_dummy_weights(engine_path: Path, seed: int, progress: Progress | None 
         UsageError: the engine embeds its weights, or a weight file stands there already.
     """
     with open_engine(engine_path, verify=False, weights=False) as engine:
-        facts = engine.manifest.weights
-        if facts.get("storage") != "shared":
-            raise UsageError(
-                f"{engine_path} embeds its weights, there is no file to write",
-                hint="build the engine with --weights shared",
-            )
+        path, digest = shared_path(engine), engine.manifest.weights["digest"]
         module = parse(engine.text(IR_TEXT).decode())
-    path = engine_path.with_name(facts["file"])
     if path.exists():
         raise UsageError(f"{path} exists already", hint="delete it first if it is a dummy")
     refs = {name: WeightRef.const(name, w.dtype, w.shape) for name, w in module.weights.items()}
     values = _Values(seed, refs)
-    write_weights_file(path, {"digest": facts["digest"], "dummy": str(seed)}, refs, values.read, progress)
+    write_weights_file(path, {"digest": digest, "dummy": str(seed)}, refs, values.read, progress)
     return path
 
 

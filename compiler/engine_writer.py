@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
-
-from tapeout.compiler.files import (
-    check_output,
-    remove_leftovers,
-    sync_directory,
-    temporary_file,
-    uninterrupted,
-)
-from tapeout.model_defs.weights import Read, WeightRef, recipe_digest, run_recipe
+from tapeout.compiler.files import check_output, remove_leftovers, temporary_file, uninterrupted
+from tapeout.compiler.pending_file import PendingFile, Progress
+from tapeout.model_defs.weights import Read, WeightRef, recipe_digest
 from tapeout.plugins.errors import EngineError, TapeoutError, UsageError
 from tapeout.runtime.engine.container import KIND_ENGINE, KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
-from tapeout.runtime.engine.integrity import WeightChecksums, integrity_section
-from tapeout.runtime.engine.launches import LaunchTable
+from tapeout.runtime.engine.launches import KERNEL_ABI, LaunchTable
 from tapeout.runtime.engine.manifest import Manifest
 from tapeout.runtime.engine.program import Program
 from tapeout.runtime.engine.program_check import ProgramWeight, program_problems
@@ -33,10 +22,6 @@ from tapeout.runtime.engine.reader import open_weights_file
 
 _NO_SEAL = bytes(SHA_BYTES)
 _HEADER_RESERVE_BYTES = 2048  # room for the verdict of the comparison with Hugging Face
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-#: Told (bytes written, bytes in all) after every tensor.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -128,11 +113,10 @@ def stage_engine(
         remove_leftovers(path.with_name("*.weights.safetensors"))
         sibling = check_output(path.with_name(f"{digest[:16]}.weights.safetensors"), "weight file")
         facts = {"storage": "shared", "digest": digest, "file": f"{digest[:16]}.weights.safetensors"}
-        layout = plan_layout(KIND_WEIGHTS, {"digest": digest}, specs, {})
-        found = _existing_seal(sibling, digest, layout)
+        found = existing_seal(sibling, digest, weights)
         reused = found is not None
-        seal = found or _write_file(sibling, layout, weights, read, progress)
-        paths, shared_bytes = [path, sibling], layout.file_bytes
+        seal = found or write_weights_file(sibling, {"digest": digest}, weights, read, progress)
+        paths, shared_bytes = [path, sibling], _weights_layout({"digest": digest}, weights).file_bytes
     blobs = {f"kernels/{n}": b for n, b in kernels.items()} | {f"text/{n}": b for n, b in texts.items()}
     embedded = {} if shared else weights
 
@@ -140,13 +124,13 @@ def stage_engine(
         manifest = replace(manifest, weights=facts)
         metadata = {"manifest": _dump(manifest.to_json()), "program": _dump(program.to_json())}
         if launches is not None:
-            metadata["launches"] = _dump(launches.to_json())
+            metadata |= {"kernel_abi": str(KERNEL_ABI), "launches": _dump(launches.to_json())}
         sizes = {name: len(blob) for name, blob in blobs.items()}
         return plan_layout(KIND_ENGINE, metadata, {n: specs[n] for n in embedded}, sizes, header_bytes)
 
     # The header stands in front of the weights, but a verdict on the written engine belongs into it.
     layout = lay_out(manifest, len(lay_out(manifest).header) + _HEADER_RESERVE_BYTES)
-    file = _PendingFile(path, layout, blobs, seal)
+    file = PendingFile(path, layout, blobs, seal)
     with file.failing_cleanly():
         file.write_sections(embedded, read, progress)
         file.write_integrity()
@@ -159,7 +143,7 @@ class StagedEngine:
     out unless it was committed; a shared weight file stays."""
 
     def __init__(
-        self, file: _PendingFile, lay_out: Callable[[Manifest, int], Layout], result: WriteResult
+        self, file: PendingFile, lay_out: Callable[[Manifest, int], Layout], result: WriteResult
     ) -> None:
         self._file, self._lay_out = file, lay_out
         self.result = result  # what will be there after `commit`
@@ -225,7 +209,7 @@ def _check_program(program: Program, manifest: Manifest, weights: Mapping[str, W
         )
 
 
-def _existing_seal(path: Path, digest: str, layout: Layout) -> bytes | None:
+def existing_seal(path: Path, digest: str, weights: Mapping[str, WeightRef]) -> bytes | None:
     """Seal of a shared weight file that is already there and whole; None when it must be written."""
     if not path.is_file():
         return None
@@ -234,7 +218,8 @@ def _existing_seal(path: Path, digest: str, layout: Layout) -> bytes | None:
     except EngineError:
         return None
     try:
-        if file.metadata.get("digest") != digest or file.layout.header != layout.header:
+        header = _weights_layout({"digest": digest}, weights).header
+        if file.metadata.get("digest") != digest or file.layout.header != header:
             return None
         file.verifier.check_weights(full=True)
         return file.verifier.seal
@@ -250,131 +235,24 @@ def write_weights_file(
     weights: Mapping[str, WeightRef],
     read: Read,
     progress: Progress | None = None,
-) -> None:
-    """Write a weight file by itself, for an engine that exists already."""
-    specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
-    _write_file(path, plan_layout(KIND_WEIGHTS, metadata, specs, {}), weights, read, progress)
-
-
-def _write_file(
-    path: Path,
-    layout: Layout,
-    weights: Mapping[str, WeightRef],
-    read: Read,
-    progress: Progress | None,
+    *,
+    seal: bytes | None = None,
 ) -> bytes:
-    """Write a shared weight file; returns its seal."""
-    file = _PendingFile(path, layout, {}, _NO_SEAL)
+    """Write a weight file by itself; returns its seal.
+
+    With `seal` given, a file that comes out with another one gets no name: what was at `path` stays.
+    """
+    file = PendingFile(path, _weights_layout(metadata, weights), {}, _NO_SEAL)
     with file.failing_cleanly():
         file.write_sections(weights, read, progress)
-        seal = file.write_integrity()
-        file.rename()
-    return seal
+        found = file.write_integrity()
+        if seal in (None, found):
+            file.rename()
+        else:
+            file.close()
+    return found
 
 
-class _PendingFile:
-    """A file being written under a temporary name, section by section."""
-
-    def __init__(self, path: Path, layout: Layout, blobs: Mapping[str, bytes], shared_seal: bytes) -> None:
-        remove_leftovers(path)
-        _check_space(path, layout.file_bytes)
-        self.path, self.layout = path, layout
-        self._blobs, self._shared_seal = blobs, shared_seal
-        self._stack = contextlib.ExitStack()
-        with self.failing_cleanly():
-            self.temporary, self._file = self._stack.enter_context(temporary_file(path))
-
-    @contextlib.contextmanager
-    def failing_cleanly(self) -> Iterator[None]:
-        """On any failure the temporary file goes; errors of the disk become ours."""
-        try:
-            yield
-        except OSError as error:
-            self.close()
-            if error.errno in _DISK_FULL:
-                raise _disk_full(self.path, self.layout.file_bytes) from None
-            raise TapeoutError(f"{self.path} could not be written: {error.strerror or error}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def write_sections(self, weights: Mapping[str, WeightRef], read: Read, progress: Progress | None) -> None:
-        """Header, weights and blobs: all but the integrity section."""
-        file, checksums = self._file, WeightChecksums()
-        file.write(self.layout.header)
-        for entry in self.layout.entries.values():
-            section, _, name = entry.name.partition("/")
-            if section == "integrity":
-                continue
-            if section == "weights":
-                _write_weight(file, checksums, _run(name, weights[name], read))
-            elif section == "padding":
-                checksums.update(bytes(entry.size_bytes))
-                file.write(bytes(entry.size_bytes))
-            else:
-                file.write(self._blobs[entry.name])
-            if progress is not None:
-                progress(entry.end, self.layout.file_bytes)
-        self._checksums = checksums.finish()
-        self._integrity_at = file.tell()
-
-    def replace_header(self, layout: Layout) -> None:
-        """Write a header of the same length over the first one."""
-        if len(layout.header) != len(self.layout.header):
-            raise TapeoutError(
-                f"the final manifest takes a header of {len(layout.header)} bytes, "
-                f"{len(self.layout.header)} are reserved",
-                hint="the verdict is too long for the manifest; figures belong in the report",
-            )
-        self.layout = layout
-        self._file.seek(0)
-        self._file.write(layout.header)
-
-    def write_integrity(self) -> bytes:
-        """Checksums of all that was written, synced to disk; returns the seal."""
-        hashed = [self._blobs[e.name] for e in self.layout.hashed]
-        section, seal = integrity_section(self.layout.header, *self._checksums, self._shared_seal, hashed)
-        self._file.seek(self._integrity_at)
-        self._file.write(section)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        if self._file.tell() != self.layout.file_bytes:
-            raise AssertionError(f"{self._file.tell()} bytes written, {self.layout.file_bytes} were laid out")
-        return seal
-
-    def rename(self) -> None:
-        self.temporary.replace(self.path)
-        sync_directory(self.path.parent)
-        self.close()
-
-    def close(self) -> None:
-        """Remove the temporary file unless it was renamed."""
-        with contextlib.suppress(OSError):  # a full disk fails again when the rest is flushed
-            self._stack.close()
-
-
-def _run(name: str, ref: WeightRef, read: Read) -> np.ndarray:
-    try:
-        return run_recipe(ref, read)
-    except OSError as error:  # not to be taken for a failure of the output
-        raise TapeoutError(f"sources of weight {name} cannot be read: {error}") from error
-
-
-def _write_weight(file: IO[bytes], checksums: WeightChecksums, array: np.ndarray) -> None:
-    data = array.reshape(-1).view(np.uint8).data  # bfloat16 arrays have no buffer protocol
-    checksums.update(data)
-    file.write(data)
-
-
-def _check_space(path: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(path.parent).free
-    if free < needed_bytes:
-        raise _disk_full(path, needed_bytes, free)
-
-
-def _disk_full(path: Path, needed_bytes: int, free_bytes: int | None = None) -> TapeoutError:
-    free = shutil.disk_usage(path.parent).free if free_bytes is None else free_bytes
-    return TapeoutError(
-        f"no space left for {path}: it takes {needed_bytes:,} bytes, {free:,} are free in {path.parent}",
-        hint="free some space or write to another disk; nothing was left behind",
-    )
+def _weights_layout(metadata: Mapping[str, str], weights: Mapping[str, WeightRef]) -> Layout:
+    specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
+    return plan_layout(KIND_WEIGHTS, metadata, specs, {})

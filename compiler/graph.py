@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tapeout.model_defs.recipe_steps import np_dtype
 from tapeout.model_defs.weights import WeightRef
-from tapeout.plugins.registry import register_torch_ops
+from tapeout.plugins.registry import OPS, register_torch_ops
 
 register_torch_ops()  # passes name `torch.ops.tapeout.<op>` when they are imported
 aten = torch.ops.aten
@@ -84,9 +84,11 @@ class Graph:
         return node
 
     def call(self, before: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
-        """Insert a call in front of `before` and infer its result type."""
+        """Insert a call in front of `before`, in the same module, and infer its result type."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
+        if "nn_module_stack" in before.meta:
+            node.meta["nn_module_stack"] = before.meta["nn_module_stack"]
         self.infer(node)
         return node
 
@@ -113,7 +115,13 @@ class Graph:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    return node.op in {"placeholder", "output"} or node.target is torch.ops.tapeout.paged_attention.default
+    name = custom_name(node)
+    return node.op in {"placeholder", "output"} or (name is not None and OPS[name].reads_cache)
+
+
+def custom_name(node: fx.Node) -> str | None:
+    """The op a node calls of our vocabulary; None for other nodes."""
+    return node.target._opname if getattr(node.target, "namespace", "") == "tapeout" else None
 
 
 def weight_placeholder(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tapeout.compiler.graph import Graph, aten
+from tapeout.compiler.graph import Graph, aten, custom_name
 from tapeout.compiler.ir import Module, Node, Operand, Value, WeightType
 from tapeout.compiler.passes.activations import activation_kind
 from tapeout.plugins.errors import UnsupportedError
@@ -188,8 +188,8 @@ def _view(state: _Lowering, node: fx.Node) -> Any:
 def _emit(state: _Lowering, node: fx.Node) -> Any:
     """Append the IR node of a compute op; None when the vocabulary has none."""
     args = [state.env[a] if isinstance(a, fx.Node) else a for a in node.args]
-    if getattr(node.target, "namespace", "") == "tapeout":
-        return _emit_custom(state, node, args)
+    if (name := custom_name(node)) is not None:
+        return _emit_custom(state, node, name, args)
     tensors = [a for a in args if isinstance(a, _Tensor)]
     if node.target is aten.linear.default:
         weights = [a for a in args[1:] if a is not None]
@@ -222,8 +222,7 @@ def _emit_arithmetic(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
     return None
 
 
-def _emit_custom(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
-    name = node.target._opname
+def _emit_custom(state: _Lowering, node: fx.Node, name: str, args: list[Any]) -> Any:
     schema = OPS[name]
     count = len(schema.inputs)
     inputs, rest = args[:count], args[count:]

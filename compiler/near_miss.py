@@ -48,6 +48,18 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
+def _selections_without_norm(graph: Graph) -> list[fx.Node]:
+    """Selections of rows that no norm reads."""
+    rows = graph.nodes(torch.ops.tapeout.select_rows.default)
+    return [n for n in rows if all(u.target is not torch.ops.tapeout.rms_norm.default for u in n.users)]
+
+
+def _norms_of_linears(graph: Graph) -> list[fx.Node]:
+    """Norms that linears read."""
+    norms = graph.nodes(torch.ops.tapeout.rms_norm.default)
+    return [n for n in norms if any(u.target is aten.linear.default for u in n.users)]
+
+
 def _activations(graph: Graph) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if activation_kind(node) is not None]
 
@@ -67,4 +79,8 @@ _CANDIDATES: Mapping[str, Callable[[Graph], list[fx.Node]]] = {
     "fuse_gated_mlp": _activations,
     "page_attention": _calls(torch.ops.tapeout.attention.default),
     "select_logit_rows": _calls(aten.index.Tensor),
+    "fuse_rope_attention": _calls(torch.ops.tapeout.rope.default),
+    "norm_selected_rows": _selections_without_norm,
+    "fuse_linear_add": _calls(aten.add.Tensor),
+    "fuse_norm_linear": _norms_of_linears,
 }

@@ -42,6 +42,7 @@ class TacticTiming:
         losers: other valid tactics and their times in microseconds.
         rejected: tactics that could not run or gave wrong results, with the reason.
         cached: the figures come from the timing cache.
+        kind: of the step, on a GPU: `mixed` or `decode` (every sequence has one row).
     """
 
     signature: str
@@ -51,6 +52,7 @@ class TacticTiming:
     losers: Mapping[str, float] = field(default_factory=dict)
     rejected: Mapping[str, str] = field(default_factory=dict)
     cached: bool = False
+    kind: str = "mixed"
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,21 @@ class MemoryPlan:
     weights_bytes: int
     arena_bytes: int
     kv_cache_bytes: int
+    workspace_bytes: int = 0  # of GPU tactics, beside the arena; in a dry run without their kernels' scratch
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.arena_bytes + self.kv_cache_bytes
+        return self.weights_bytes + self.arena_bytes + self.kv_cache_bytes + self.workspace_bytes
 
     def advice(self) -> str:
-        """Which limit to lower, for the largest of the three."""
-        largest = max(self.weights_bytes, self.arena_bytes, self.kv_cache_bytes)
+        """Which limit to lower, for the largest of the four."""
+        activations = max(self.arena_bytes, self.workspace_bytes)
+        largest = max(self.weights_bytes, activations, self.kv_cache_bytes)
         if largest == self.kv_cache_bytes:
             return "the KV cache is largest: lower --max-seq-len or --max-batch-size"
-        if largest == self.arena_bytes:
-            return "the arena is largest: lower --max-num-tokens"
+        if largest == activations:
+            name = "arena" if activations == self.arena_bytes else "workspace"
+            return f"the {name} is largest: lower --max-num-tokens"
         return "the weights are largest: choose a smaller --dtype or --quantize int8-dynamic"
 
 

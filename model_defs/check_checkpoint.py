@@ -74,6 +74,11 @@ def known_unused(source: ModelSource, names: Mapping[str, object]) -> dict[str, 
     }
 
 
+def is_known_unused(name: str) -> bool:
+    """Whether no model of any family needs a tensor of this name."""
+    return any(re.search(pattern, name) for pattern in KNOWN_UNUSED)
+
+
 def _converted_by_hf(source: ModelSource) -> bool:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -9,14 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from tapeout.model_defs.gguf_file import GgufFile
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
-Transform = Callable[[np.ndarray, str, Any], np.ndarray]
+
+class HeadCounts(Protocol):
+    """What transforms need of a config: any HF config has it."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+
+Transform = Callable[[np.ndarray, str, HeadCounts], np.ndarray]
 
 AS_HF = "use the model's Hugging Face checkpoint (config.json and safetensors) instead"
 
@@ -40,24 +50,24 @@ class GgufFamily:
     default_rope_theta: float = 10000.0
 
 
-def _keep(weights: np.ndarray, gguf_name: str, config: Any) -> np.ndarray:
+def _keep(weights: np.ndarray, gguf_name: str, heads: HeadCounts) -> np.ndarray:
     return weights
 
 
-def _unpermute_rope(weights: np.ndarray, gguf_name: str, config: Any) -> np.ndarray:
+def _unpermute_rope(weights: np.ndarray, gguf_name: str, heads: HeadCounts) -> np.ndarray:
     """q and k rows from llama.cpp's interleaved rotary pairs back to HF's two halves."""
     if ".attn_q." in gguf_name:
-        heads = config.num_attention_heads
+        count = heads.num_attention_heads
     elif ".attn_k." in gguf_name:
-        heads = config.num_key_value_heads
+        count = heads.num_key_value_heads
     else:
         return weights
-    half = weights.shape[0] // heads // 2
-    pairs = weights.reshape(heads, half, 2, *weights.shape[1:])
+    half = weights.shape[0] // count // 2
+    pairs = weights.reshape(count, half, 2, *weights.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)
 
 
-def _norm_minus_one(weights: np.ndarray, gguf_name: str, config: Any) -> np.ndarray:
+def _norm_minus_one(weights: np.ndarray, gguf_name: str, heads: HeadCounts) -> np.ndarray:
     """Gemma norms are stored as `1 + w`; HF's code adds the one itself."""
     return weights - np.float32(1) if gguf_name.endswith("norm.weight") else weights
 

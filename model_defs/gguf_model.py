@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from tapeout.model_defs.gguf_checkpoint import GgufCheckpoint
 from tapeout.model_defs.gguf_families import CONFIG_TENSORS, GgufFamily, config_values, family_of
 from tapeout.model_defs.gguf_file import GgufFile, read_gguf
 from tapeout.model_defs.gguf_tokenizer import load_gguf_tokenizer
-from tapeout.model_defs.hf_checkpoint import digest_tensors
-from tapeout.model_defs.source import ModelSource, TensorInfo
+from tapeout.model_defs.source import ModelSource
 from tapeout.model_defs.tokenizer import NO_TOKENIZER, tokenizer_parts
-from tapeout.plugins.errors import UnsupportedError, UsageError
-
-
-@dataclass(frozen=True)
-class GgufCheckpoint:
-    """Implements `Checkpoint`: HF names, float32 values, dequantized one tensor at a time."""
-
-    file: GgufFile
-    gguf_names: Mapping[str, str]  # by HF name
-    family: GgufFamily
-    config: Any
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {
-            hf_name: TensorInfo(hf_name, "float32", self.file.tensors[gguf_name].shape)
-            for hf_name, gguf_name in self.gguf_names.items()
-        }
-
-    def read(self, name: str) -> np.ndarray:
-        gguf_name = self.gguf_names[name]
-        try:
-            weights = self.file.dequantize(gguf_name)
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                f"{self.file.path}: tensor {gguf_name!r} has type {self.file.tensors[gguf_name].type.name}, "
-                "which the gguf package cannot dequantize"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{self.file.path}: tensor {gguf_name!r} cannot be read: {error}") from error
-        return self.family.transform(weights, gguf_name, self.config)
-
-    def digest(self) -> str:
-        tensors = ((hf_name, self.file.tensors[gguf_name]) for hf_name, gguf_name in self.gguf_names.items())
-        return digest_tensors(
-            (n, t.type.name, t.shape, self.file.path, t.start, t.nbytes) for n, t in tensors
-        )
+from tapeout.plugins.errors import UsageError
 
 
 def open_gguf(path: Path) -> ModelSource:

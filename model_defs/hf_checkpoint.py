@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from tapeout.model_defs.safetensors_file import FileTensor, parse_header, read_range
-from tapeout.model_defs.source import TensorInfo
+from tapeout.model_defs.source import Checkpoint, TensorInfo
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 SINGLE = "model.safetensors"
@@ -37,12 +38,28 @@ class SafetensorsCheckpoint:
         except (OSError, EOFError) as error:
             raise _unreadable(name, error) from error
 
-    def digest(self) -> str:
-        parts = ((n, t.info.dtype, t.info.shape, t.path, t.start, t.nbytes) for n, t in self.files.items())
-        return digest_tensors(parts)
+    @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        return self.tensors
 
-    def with_prefix(self, prefix: str, keep: Callable[[str], bool]) -> SafetensorsCheckpoint:
-        """The same tensors under `prefix + name`, except those `keep` says stay as they are."""
+    @cached_property
+    def tensor_digests(self) -> Mapping[str, str]:
+        return hash_tensors((name, t.path, t.start, t.nbytes) for name, t in self.files.items())
+
+    def digest(self) -> str:
+        return digest_checkpoint(self)
+
+    def with_model_prefix(self, name: str) -> SafetensorsCheckpoint:
+        """The same tensors below `name.` unless some are there already.
+
+        Checkpoints saved from a model without its head (GPT-2 among them) lack the prefix of HF's
+        model class; "" is a class without one. A head stays where it is.
+        """
+        if not name or any(tensor.startswith(f"{name}.") for tensor in self.files):
+            return self
+        return self._with_prefix(f"{name}.", keep=lambda tensor: tensor.startswith("lm_head."))
+
+    def _with_prefix(self, prefix: str, keep: Callable[[str], bool]) -> SafetensorsCheckpoint:
         renamed = {}
         for name, tensor in self.files.items():
             new = name if keep(name) else prefix + name
@@ -50,28 +67,36 @@ class SafetensorsCheckpoint:
         return SafetensorsCheckpoint(renamed)
 
 
-def digest_tensors(parts: Iterable[tuple[str, str, tuple[int, ...], Path, int, int]]) -> str:
-    """SHA-256 over (name, type, shape, SHA-256 of the bytes) of every tensor in order of names.
+def hash_tensors(parts: Iterable[tuple[str, Path, int, int]]) -> dict[str, str]:
+    """SHA-256 of every tensor by name, in parallel (hashlib releases the interpreter lock).
 
-    A digest per tensor makes the result independent of sharding and lets tensors be hashed in
-    parallel (hashlib releases the interpreter lock). `parts`: name, type name, shape, path,
-    first byte, number of bytes.
+    `parts`: name, path, first byte, number of bytes.
     """
     ordered = sorted(parts)
 
-    def hash_bytes(part: tuple[str, str, tuple[int, ...], Path, int, int]) -> str:
+    def hash_bytes(part: tuple[str, Path, int, int]) -> str:
+        name, path, start, nbytes = part
         digest = hashlib.sha256()
         try:
-            for chunk in read_range(part[3], part[4], part[5]):
+            for chunk in read_range(path, start, nbytes):
                 digest.update(chunk)
         except (OSError, EOFError) as error:
-            raise _unreadable(part[0], error) from error
+            raise _unreadable(name, error) from error
         return digest.hexdigest()
 
-    total = hashlib.sha256()
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for part, value in zip(ordered, pool.map(hash_bytes, ordered), strict=True):
-            total.update(json.dumps([part[0], part[1], list(part[2]), value]).encode() + b"\n")
+        return dict(zip((part[0] for part in ordered), pool.map(hash_bytes, ordered), strict=True))
+
+
+def digest_checkpoint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over (name, type, shape, SHA-256 of the bytes) of every tensor in order of names.
+
+    A digest per tensor makes the result independent of sharding.
+    """
+    total, stored = hashlib.sha256(), checkpoint.stored
+    for name, value in sorted(checkpoint.tensor_digests.items()):
+        row = [name, stored[name].dtype, list(stored[name].shape), value]
+        total.update(json.dumps(row).encode() + b"\n")
     return total.hexdigest()
 
 

@@ -35,7 +35,7 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
     check_supported(config, folder, trust_remote_code=trust_remote_code)
     generation = _read_json(folder / "generation_config.json", required=False)
     check_generation(generation, folder / "generation_config.json")
-    checkpoint = _with_model_prefix(open_checkpoint(folder), base_model_prefix(config))
+    checkpoint = open_checkpoint(folder).with_model_prefix(base_model_prefix(config))
     config, checkpoint = resolve_tying(config, checkpoint)
     parts = _load_tokenizer(folder, trust_remote_code)
 
@@ -114,13 +114,6 @@ def _load_config(folder: Path, raw: Mapping[str, Any], trust_remote_code: bool) 
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # configs are validated by many different libraries' exceptions
         raise UsageError(f"{folder / 'config.json'} is not accepted by transformers: {error}") from error
-
-
-def _with_model_prefix(checkpoint: SafetensorsCheckpoint, prefix: str) -> SafetensorsCheckpoint:
-    """Checkpoints saved from the model without its head (GPT-2 among them) lack HF's prefix."""
-    if not prefix or any(name.startswith(f"{prefix}.") for name in checkpoint.files):
-        return checkpoint
-    return checkpoint.with_prefix(f"{prefix}.", keep=lambda name: name.startswith("lm_head."))
 
 
 def _load_tokenizer(folder: Path, trust_remote_code: bool) -> TokenizerParts:

@@ -22,9 +22,26 @@ def open_model(
 
     Errors: UsageError for what is missing or damaged, UnsupportedError for what cannot be built.
     """
-    from tapeout.model_defs.gguf_model import open_gguf
+    path = locate_model(model, revision=revision, cache_dir=cache_dir, with_code=trust_remote_code)
+    if path.is_file():
+        from tapeout.model_defs.gguf_model import open_gguf
+
+        return open_gguf(path)
     from tapeout.model_defs.hf_directory import open_hf_directory
 
+    return open_hf_directory(path, trust_remote_code=trust_remote_code)
+
+
+def locate_model(
+    model: str, *, revision: str | None = None, cache_dir: str | None = None, with_code: bool = False
+) -> Path:
+    """Where `model` lies: a directory or a GGUF file; a hub id is fetched unless the cache has it.
+
+    Needs neither torch nor transformers. Arguments are those of `open_model`; `with_code` fetches
+    Python files too.
+
+    Errors: UsageError when it is neither a path nor a hub id that can be had.
+    """
     try:
         path = Path(model).expanduser()
         path.exists()
@@ -39,21 +56,20 @@ def open_model(
             hint="leave out --revision, or give the model's hub id (org/name)",
         )
     if path.is_dir():
-        return open_hf_directory(path, trust_remote_code=trust_remote_code)
+        return path
     if path.is_file():
         if path.suffix != ".gguf" and _magic(path) != b"GGUF":
             raise UsageError(
                 f"{model} is a file but not a GGUF file",
                 hint="give the directory that holds config.json, or a .gguf file",
             )
-        return open_gguf(path)
+        return path
     if not HUB_ID.fullmatch(model) or model.endswith((".gguf", ".safetensors")):
         raise UsageError(
             f"model {model!r}: no such file or directory",
             hint="give a Hugging Face model directory, a hub id (org/name) or a .gguf file",
         )
-    folder = fetch_snapshot(model, revision=revision, cache_dir=cache_dir, with_code=trust_remote_code)
-    return open_hf_directory(folder, trust_remote_code=trust_remote_code)
+    return fetch_snapshot(model, revision=revision, cache_dir=cache_dir, with_code=with_code)
 
 
 def _magic(path: Path) -> bytes:

@@ -62,10 +62,13 @@ class FileTensor:
     def read(self) -> np.ndarray:
         """The tensor in host memory; the file is closed again and nothing is mapped."""
         raw = np.empty(self.nbytes, dtype=np.uint8)
-        done = 0
-        for chunk in self.chunks():
-            raw[done : done + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-            done += len(chunk)
+        with self.path.open("rb", buffering=0) as file:
+            view, done = raw.data, 0
+            while done < self.nbytes:
+                count = os.preadv(file.fileno(), [view[done:]], self.start + done)
+                if not count:
+                    raise _ended(self.path, self.start + done, self.start + self.nbytes)
+                done += count
         return raw.view(np.dtype(self.info.dtype)).reshape(self.info.shape)
 
 
@@ -77,11 +80,15 @@ def read_range(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
         while start < end:
             chunk = os.pread(fd, min(READ_CHUNK_BYTES, end - start), start)
             if not chunk:
-                raise EOFError(f"{path} ended at byte {start} while a tensor was read up to byte {end}")
+                raise _ended(path, start, end)
             yield chunk
             start += len(chunk)
     finally:
         os.close(fd)
+
+
+def _ended(path: Path, at: int, end: int) -> EOFError:
+    return EOFError(f"{path} ended at byte {at} while a tensor was read up to byte {end}")
 
 
 def parse_header(path: Path) -> tuple[dict[str, FileTensor], list[str]]:

@@ -27,8 +27,16 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name, without reading any."""
 
+    @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        """The same tensors as the file has them: name and type there (`blk.0.attn_q.weight`, `Q4_1`)."""
+
     def read(self, name: str) -> np.ndarray:
-        """The tensor in host memory, in `tensors[name].dtype`; nothing is kept."""
+        """The tensor in host memory, in `tensors[name].dtype`; nothing is kept. Any thread may call."""
+
+    @property
+    def tensor_digests(self) -> Mapping[str, str]:
+        """SHA-256 (hex) of every tensor's bytes in the file; hashed when first asked for."""
 
     def digest(self) -> str:
         """SHA-256 that identifies names, types and bytes, independent of path and host."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,21 @@ def tied_names(config: Any) -> dict[str, str]:
 
 def resolve_tying(config: Any, checkpoint: SafetensorsCheckpoint) -> tuple[Any, SafetensorsCheckpoint]:
     """Config and checkpoint after tying: a tied head is in neither, a differing one unties the config."""
-    files = dict(checkpoint.files)
-    for target, source in tied_names(config).items():
+    checkpoint, differing = tie(checkpoint, tied_names(config))
+    for target, source in differing.items():
+        logger.warning("%s differs from %s: not tied, although tie_word_embeddings is true", target, source)
+        config = copy.deepcopy(config)
+        config.tie_word_embeddings = False
+    return config, checkpoint
+
+
+def tie(
+    checkpoint: SafetensorsCheckpoint, tied: Mapping[str, str]
+) -> tuple[SafetensorsCheckpoint, dict[str, str]]:
+    """The checkpoint without the copies that `tied` (copy to original) allows it, and those whose values
+    differ from their original's, which stay."""
+    files, differing = dict(checkpoint.files), {}
+    for target, source in tied.items():
         if target not in files:
             continue
         if source not in files:
@@ -39,12 +53,8 @@ def resolve_tying(config: Any, checkpoint: SafetensorsCheckpoint) -> tuple[Any, 
         elif _equal(checkpoint, target, source):
             del files[target]
         else:
-            logger.warning(
-                "%s differs from %s: not tied, although tie_word_embeddings is true", target, source
-            )
-            config = copy.deepcopy(config)
-            config.tie_word_embeddings = False
-    return config, SafetensorsCheckpoint(files)
+            differing[target] = source
+    return SafetensorsCheckpoint(files), differing
 
 
 def _equal(checkpoint: SafetensorsCheckpoint, one: str, other: str) -> bool:

@@ -5,11 +5,13 @@ Ops whose speed matters at this level override it in their own folder with `out=
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from tapeout.plugins.cpu import BoundCall, CpuTactic
-from tapeout.plugins.registry import op
+from tapeout.plugins.reference import bind_reference
 
 
 class AtenTactic(CpuTactic):
@@ -25,21 +27,12 @@ class AtenTactic(CpuTactic):
         self.batch_invariant = batch_invariant
 
     def bind(self, call: BoundCall) -> Callable[[], None]:
-        reference = importlib.import_module(f"tapeout.plugins.{self.op}.reference").reference
-        weights = list(call.weights) + [None] * (len(op(self.op).weights) - len(call.weights))
-        arguments = (*call.inputs, *weights)
-        attrs = dict(call.attrs)
-        outputs = tuple(call.outputs)
+        reference = bind_reference(self.op, call.inputs, call.weights, call.attrs, call.step)
+        return partial(_copy_results, reference, tuple(call.outputs))
 
-        if len(outputs) == 1:
-            out = outputs[0]
 
-            def run() -> None:
-                out.copy_(reference(*arguments, **attrs))
-        else:
-
-            def run() -> None:
-                for target, result in zip(outputs, reference(*arguments, **attrs), strict=True):
-                    target.copy_(result)
-
-        return run
+def _copy_results(
+    reference: Callable[[], tuple[torch.Tensor, ...]], outputs: tuple[torch.Tensor, ...]
+) -> None:
+    for target, result in zip(outputs, reference(), strict=True):
+        target.copy_(result)

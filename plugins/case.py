@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tapeout.plugins.cpu import OpSignature, TensorType
@@ -62,6 +62,22 @@ class Case:
     tokens_per_page: int = 32
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What some elements of an op's result depend on, so that few can be known without the rest.
+
+    Without it: a row of the result needs the same rows of the inputs and all weights.
+
+    Attributes:
+        columns: operands of which a column of the result needs its own row (weights) or column (inputs)
+            alone; of an operand with m times as many, m of them, N apart.
+        gathered: operand to the input with the ids of the rows that it is read at.
+    """
+
+    columns: tuple[str, ...] = ()
+    gathered: Mapping[str, str] = field(default_factory=dict)
+
+
 def signature(
     op: str,
     inputs: tuple[TensorType, ...],
@@ -82,4 +98,18 @@ def cases(op: str) -> tuple[Case, ...]:
 def tolerance(op: str, dtype: str) -> Tolerance:
     """The tolerance of op `op` for outputs of `dtype`; KeyError when the op does not support it."""
     found: Tolerance = importlib.import_module(f"tapeout.plugins.{op}.cases").TOLERANCE[dtype]
+    return found
+
+
+def cache_tolerance(op: str, dtype: str) -> Tolerance:
+    """How far op `op` may differ in what it writes into a cache of `dtype`; by default not at all."""
+    found: Mapping[str, Tolerance] = getattr(
+        importlib.import_module(f"tapeout.plugins.{op}.cases"), "CACHE_TOLERANCE", {}
+    )
+    return found.get(dtype, Tolerance(0.0, 0.0))
+
+
+def sampling(op: str) -> Sampling:
+    """What the results of op `op` depend on, as its cases say."""
+    found: Sampling = getattr(importlib.import_module(f"tapeout.plugins.{op}.cases"), "SAMPLING", Sampling())
     return found

@@ -81,7 +81,7 @@ class KernelSpec:
 class Arg:
     """A kernel argument.
 
-    kind: `input`, `output`, `weight` (pointer, `index` into the record's operands), `step` (pointer,
+    kind: `input`, `output`, `weight` (pointer, `index` into the signature's operands), `step` (pointer,
     `name` from STEP_TENSORS), `workspace` (pointer, `value` bytes into the tactic's workspace),
     `input_stride`, `output_stride` (i32, elements between steps of dimension `value` of operand
     `index`; operands may be windows of wider rows), `i32`, `i64`, `f32` (`value`), `attr` (i32,

@@ -7,10 +7,12 @@ custom op `tapeout::<name>`), the IR and the launch records of an engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 AttrValue = int | float | str | bool
+W = TypeVar("W")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class OpSchema:
         outputs: results, in order.
         attrs: attribute name to its type (int, float, str or bool).
         step_inputs: step tensors the op reads beside its inputs (see `StepState`).
+        weights_if: optional weight (without "?") to the bool attribute that says whether it is there.
     """
 
     name: str
@@ -35,3 +38,20 @@ class OpSchema:
     outputs: tuple[str, ...] = ("out",)
     attrs: Mapping[str, type] = field(default_factory=dict)
     step_inputs: tuple[str, ...] = ()
+    weights_if: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reads_cache(self) -> bool:
+        """The op attends over the KV cache and writes it: rows belong to sequences, q, k, v come first."""
+        return "kv_pool" in self.step_inputs
+
+    def place_weights(self, given: Sequence[W], attrs: Mapping[str, AttrValue]) -> tuple[W | None, ...]:
+        """One entry for each of `weights`, None where an optional one is absent.
+
+        `given` has an entry for each already, or the present ones alone, in order, as signatures have.
+        """
+        if len(given) == len(self.weights):
+            return tuple(given)
+        left = iter(given)
+        absent = {name for name, attr in self.weights_if.items() if not attrs[attr]}
+        return tuple(None if n.rstrip("?") in absent else next(left, None) for n in self.weights)

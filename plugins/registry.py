@@ -18,11 +18,14 @@ from tapeout.plugins import (
     embedding,
     gated_activation,
     linear,
+    linear_add,
     linear_int8,
     mul,
+    norm_linear,
     paged_attention,
     rms_norm,
     rope,
+    rope_attention,
     rope_table,
     scale,
     select_rows,
@@ -35,14 +38,18 @@ if TYPE_CHECKING:
     from tapeout.plugins.cuda import CudaTactic
 
 _FOLDERS = (
-    activation, add, add_rms_norm, attention, copy, embedding, gated_activation, linear, linear_int8,
-    mul, paged_attention, rms_norm, rope, rope_table, scale, select_rows,
+    activation, add, add_rms_norm, attention, copy, embedding, gated_activation, linear, linear_add,
+    linear_int8, mul, norm_linear, paged_attention, rms_norm, rope, rope_attention, rope_table, scale,
+    select_rows,
 )  # fmt: skip
 
 OPS: Mapping[str, OpSchema] = MappingProxyType({folder.SCHEMA.name: folder.SCHEMA for folder in _FOLDERS})
 
 #: Ops that exist only in traced graphs: no target runs them.
 TRACE_ONLY_OPS = frozenset({"attention"})
+
+#: Ops that are fused for CUDA targets alone: on a CPU they have the baseline, which checks use.
+CUDA_FUSED_OPS = frozenset({"linear_add", "norm_linear", "rope_attention"})
 
 
 def op(name: str) -> OpSchema:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
 from tapeout.runtime.intake import CheckedRequest
@@ -35,12 +33,19 @@ class Collector:
         self._checked = checked
         self._tokenizer = tokenizer
         self._epoch_offset = epoch_offset
-        self._detokenizer = None if tokenizer is None else Detokenizer(_decoder(tokenizer, checked.params))
+        self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, checked.params)
         self._stop = StopStrings(checked.params.stop, include=checked.params.include_stop_str_in_output)
+        self._prompt_token_ids: tuple[int, ...] | None = None  # made on first use, shared by all deltas
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._taken = (0, 0)  # text pieces and tokens given out as deltas
+
+    @property
+    def watches(self) -> bool:
+        """Whether every token has to be seen as it comes: its text may end the request, or its row of
+        logprobs is kept."""
+        return bool(self._checked.params.stop) or self._checked.params.logprobs is not None
 
     # ---- called by the loop ---------------------------------------------------------------
 
@@ -55,6 +60,14 @@ class Collector:
         piece = self._detokenizer.push(token_id)
         self._show(self._stop.push(piece, active=len(self._token_ids) >= params.min_tokens))
         return self._stop.matched
+
+    def on_tokens(self, token_ids: list[int], ending: bool) -> None:
+        self._token_ids += token_ids
+        if self._detokenizer is None:
+            return
+        if ending and not self._checked.params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        self._show(self._detokenizer.push_all(token_ids))
 
     def on_finish(self, finish: Finish, times: RequestTimes) -> None:
         if self._detokenizer is not None and self._stop.matched is None:
@@ -108,12 +121,17 @@ class Collector:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._checked.prompt,
-            prompt_token_ids=tuple(self._checked.prompt_token_ids.tolist()),
+            prompt_token_ids=self._prompt_ids(),
             outputs=(completion,),
             finished=self.finished,
             metrics=self._metrics(),
             seed=self._checked.params.seed if not self._checked.params.greedy else None,
         )
+
+    def _prompt_ids(self) -> tuple[int, ...]:
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = tuple(self._checked.prompt_token_ids.tolist())
+        return self._prompt_token_ids
 
     def _metrics(self) -> RequestMetrics:
         t = self.times
@@ -130,9 +148,11 @@ class Collector:
         )
 
 
-def _decoder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[..., str]:
+def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer:
     skip = params.skip_special_tokens
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=skip)
+    return Detokenizer(
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=skip), byte_fallback=tokenizer.byte_fallback
+    )
 
 
 def _shift(moment: float | None, offset: float) -> float | None:

@@ -16,7 +16,7 @@ from tapeout.runtime.kv_cache import pages_for
 from tapeout.runtime.tokenizer import Tokenizer
 
 #: A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids, "prompt": text for display}.
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 _SHOWN_OFFENDERS = 20
 
@@ -69,8 +69,8 @@ class Intake:
         reasons: list[str] = []
         if not ids:
             reasons.append("it is empty, expected at least one token")
-        bad = [i for i in ids if not 0 <= i < self.vocab_size]
-        if bad:
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            bad = [i for i in ids if not 0 <= i < self.vocab_size]
             some = ", ".join(map(shown, bad[:5])) + (", ..." if len(bad) > 5 else "")
             reasons.append(f"token ids {some} are outside the vocabulary, expected [0, {self.vocab_size})")
         max_tokens = self._bound_max_tokens(len(ids), params, reasons)
@@ -145,6 +145,8 @@ def _as_ids(value: Any) -> list[int]:
         return ids
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise _Refused([f"it is a {type(value).__name__}, expected a string or a list of token ids"])
+    if set(map(type, value)) <= {int}:  # nearly always; asking every number for its kind takes longer
+        return list(value)
     wrong = [v for v in value if isinstance(v, bool) or not isinstance(v, Integral)]
     if wrong:
         raise _Refused([f"token ids hold {shown(wrong[0])}, expected integers"])

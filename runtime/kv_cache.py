@@ -42,7 +42,10 @@ class PagePool:
         """Take `count` pages, each with one reference."""
         if count > len(self._free):
             raise RuntimeError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} free")
-        pages = [self._free.pop() for _ in range(count)]
+        first = len(self._free) - count
+        pages = self._free[first:]
+        pages.reverse()
+        del self._free[first:]
         for page in pages:
             self._references[page] = 1
         return pages
@@ -80,7 +83,8 @@ class KvCache:
         self.pool = PagePool(num_pages)
         width = pages_for(max_seq_len, tokens_per_page)
         self.tables = np.full((num_slots, width), NO_PAGE, dtype=np.int32)
-        self._num_used = [0] * num_slots
+        self._num_used = np.zeros(num_slots, np.int32)
+        self._held_tokens = np.zeros(num_slots, np.int32)  # what those pages hold
 
     @property
     def num_pages(self) -> int:
@@ -94,21 +98,33 @@ class KvCache:
         used: list[int] = self.tables[slot, : self._num_used[slot]].tolist()
         return used
 
-    def grow(self, slot: int, num_tokens: int) -> None:
-        """Give the slot the pages it still lacks to hold `num_tokens` tokens."""
-        used = self._num_used[slot]
-        # The usual decode step needs no page: decide that without any array work.
-        if num_tokens <= used * self.tokens_per_page:
+    def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Give each of the slots the pages it still lacks to hold its `num_tokens` tokens.
+
+        Slots are different ones; when the pages do not suffice for all, none gets any.
+        """
+        short = np.flatnonzero(num_tokens > self._held_tokens[slots])
+        # The usual decode step needs no page or few: nothing is done for the others.
+        if len(short) == 0:
             return
-        needed = pages_for(num_tokens, self.tokens_per_page)
-        if needed > self.tables.shape[1]:
-            raise RuntimeError(f"slot {slot} needs {needed} pages, its table holds {self.tables.shape[1]}")
-        self.tables[slot, used:needed] = self.pool.allocate(needed - used)
-        self._num_used[slot] = needed
+        slots = slots[short]
+        used = self._num_used[slots]
+        needed = -(-num_tokens[short] // self.tokens_per_page)
+        if needed.max() > self.tables.shape[1]:
+            row = int(needed.argmax())
+            raise RuntimeError(
+                f"slot {slots[row]} needs {needed[row]} pages, its table holds {self.tables.shape[1]}"
+            )
+        more = needed - used
+        ends = np.cumsum(more)
+        places = np.arange(ends[-1]) - np.repeat(ends - more - used, more)
+        self.tables[np.repeat(slots, more), places] = self.pool.allocate(int(ends[-1]))
+        self._num_used[slots] = needed
+        self._held_tokens[slots] = needed * self.tokens_per_page
 
     def free(self, slot: int) -> None:
         """Give back all pages of the slot."""
         # Last page first, so that the next request gets them in the same order again.
         self.pool.release(self.pages_of(slot)[::-1])
         self.tables[slot, : self._num_used[slot]] = NO_PAGE
-        self._num_used[slot] = 0
+        self._num_used[slot] = self._held_tokens[slot] = 0

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams, shown, unsupported_generation_settings
@@ -19,6 +19,7 @@ from tapeout.runtime.engine import Engine, open_engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
 from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.laps import Laps
 from tapeout.runtime.loop import EngineLoop, LoopStats, StepRecord
 from tapeout.runtime.output import RequestOutput
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
@@ -46,7 +47,13 @@ class LLM:
         chunk_tokens: most prompt tokens of one request in a step; None = max_num_tokens.
         max_batch_size, max_num_tokens: lower the engine's limits for this process.
         threads: CPU threads for kernels, at most the machine's; None = the library's default.
+        strict_sku: refuse a GPU of another model than the engine was built for, which otherwise is a
+            warning, and on CPUs a later level than the engine's.
         on_step: called with a `StepRecord` for every step, to see what was scheduled and why.
+
+    Attributes:
+        load_seconds: what loading took, by part: opening the file, its checksums, the device, the
+            tokenizer, importing the executor, weights, kernels, memory.
 
     Raises:
         UsageError, EngineError, CapacityError: see plugins/errors.py.
@@ -63,15 +70,20 @@ class LLM:
         max_batch_size: int | None = None,
         max_num_tokens: int | None = None,
         threads: int | None = None,
+        strict_sku: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
+        laps = Laps()
+        self.load_seconds = laps.seconds
         # Executors bring native-code loading with them, which importing `LLM` need not pay for.
         from tapeout.runtime.executors import load_executor, memory_left
 
+        laps.lap("executor_import")
         path = _engine_path(engine)
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
-        self.engine: Engine = open_engine(path)
+        self.engine: Engine = open_engine(path, verify=False)
+        laps.lap("open_engine")
         try:
             limits = self.engine.manifest.limits
             batch, tokens = _check_options(
@@ -85,30 +97,27 @@ class LLM:
             budget = plan_kv_pool(
                 limits=limits,
                 page_bytes=self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page),
-                free_bytes=memory_left(self.engine),
+                free_bytes=memory_left(self.engine, strict_sku=strict_sku),
                 free_memory_fraction=free_memory_fraction,
                 max_tokens=max_tokens_in_kv_cache,
                 kv_cache_bytes=kv_cache_bytes,
             )
             logger.info(budget.describe())
+            laps.lap("device")
+            self.engine.verify()  # reads everything: only where the engine can run at all
+            laps.lap("checksums")
             _warn_about_generation_config(self.engine)
             self.tokenizer = _load_tokenizer(self.engine)
-            self._executor: Executor = load_executor(self.engine, num_pages=budget.num_pages, threads=threads)
+            laps.lap("tokenizer")
+            self._executor: Executor = load_executor(
+                self.engine, num_pages=budget.num_pages, threads=threads, laps=laps
+            )
         except BaseException:
             self.engine.close()
             raise
         self._intake = Intake(limits, self.engine.manifest.model.vocab_size, budget.num_pages, self.tokenizer)
-        capacity = CapacityScheduler(
-            num_pages=budget.num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=batch
-        )
-        microbatch = MicroBatchScheduler(max_num_tokens=tokens, chunk_tokens=chunk_tokens)
-        cache = KvCache(
-            num_pages=budget.num_pages,
-            tokens_per_page=limits.tokens_per_page,
-            num_slots=batch,
-            max_seq_len=limits.max_seq_len,
-        )
-        self._loop = EngineLoop(self._executor, cache, capacity, microbatch, on_step=on_step)
+        self._chunk_tokens, self._on_step = chunk_tokens, on_step
+        self._loop = self._new_loop(batch, tokens)
         self._eos = _eos_token_ids(self.engine)
         self._chat_template: ChatTemplate | None = None
         self._ids = count()
@@ -137,8 +146,9 @@ class LLM:
         """
         collectors = self._add(as_prompt_list(prompts), sampling_params)
         try:
-            while not all(c.finished for c in collectors):
-                self._turn()
+            for collector in collectors:
+                while not collector.finished:
+                    self._turn()
         except BaseException:  # KeyboardInterrupt above all
             self._abort(collectors)
             raise
@@ -234,7 +244,7 @@ class LLM:
             self._executor.close()
             self.engine.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -243,6 +253,21 @@ class LLM:
         self.close()
 
     # ---- inside ---------------------------------------------------------------------------
+
+    def _new_loop(self, max_batch_size: int, max_num_tokens: int) -> EngineLoop:
+        """A loop with these limits over the executor's whole pool, with nothing queued."""
+        limits, num_pages = self.engine.manifest.limits, self._intake.num_pages
+        cache = KvCache(
+            num_pages=num_pages,
+            tokens_per_page=limits.tokens_per_page,
+            num_slots=max_batch_size,
+            max_seq_len=limits.max_seq_len,
+        )
+        capacity = CapacityScheduler(
+            num_pages=num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=max_batch_size
+        )
+        microbatch = MicroBatchScheduler(max_num_tokens=max_num_tokens, chunk_tokens=self._chunk_tokens)
+        return EngineLoop(self._executor, cache, capacity, microbatch, on_step=self._on_step)
 
     def _add(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -289,6 +314,7 @@ class LLM:
                 times=times,
                 eos_token_ids=frozenset() if checked.params.ignore_eos else self._eos,
                 stop_token_ids=frozenset(checked.params.stop_token_ids),
+                watched=collector.watches,
             )
         )
         return collector
@@ -302,9 +328,13 @@ class LLM:
 
     def _next_delta(self, collector: Collector) -> RequestOutput:
         with self._lock:
-            while not collector.has_delta:
+            while not self._has_delta(collector):
                 self._turn()
             return collector.take_delta()
+
+    def _has_delta(self, collector: Collector) -> bool:
+        self._loop.hand_over(collector.request_id)
+        return collector.has_delta
 
     def _abort(self, collectors: Sequence[Collector]) -> None:
         with self._lock:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import numpy as np
 
 from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.packing import pack_step
 from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Waiting
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, StepPlan
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
+from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import Executor, Logprob, StepHandle, StepResult
 
 logger = logging.getLogger("tapeout")
@@ -95,7 +98,9 @@ class EngineLoop:
         self.clock = clock
         self.on_step = on_step
         self._waiting: dict[str, Request] = {}  # arrival order; a dict so that abort is O(1)
-        self._running: dict[str, Request] = {}  # admission order
+        self.running = Running(
+            num_slots=capacity.max_batch_size, max_output_tokens=executor.limits.max_seq_len
+        )
         self._draining: dict[str, Request] = {}  # ended, but part of a step not read yet
         self._in_flight: deque[_InFlight] = deque()
         self._next_step = 0
@@ -108,15 +113,32 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._in_flight)
+        return bool(self._waiting or len(self.running) or self._in_flight)
+
+    @property
+    def steps_read(self) -> int:
+        """Steps whose results have been handed out; they are read in the order of their numbers."""
+        return self._last_read + 1
 
     def add(self, request: Request) -> None:
         """Queue a request. The caller has refused what can never run."""
         self._waiting[request.request_id] = request
 
+    def hand_over(self, request_id: str) -> None:
+        """Give the sink of a running request the tokens it has not had, for a consumer that wants them now.
+
+        Nothing happens for a request that is watched, waits, or has ended: its sink has them all.
+        """
+        request = self.running.get(request_id)
+        if request is not None and not request.watched:
+            try:
+                self._deliver(request, ending=False)
+            except Exception as error:
+                self._finish(request, _output_failed(request, error))
+
     def abort(self, request_id: str, stop_reason: str | None = None) -> bool:
         """End a request now; False when it is not known or has ended."""
-        request = self._waiting.get(request_id) or self._running.get(request_id)
+        request = self._waiting.get(request_id) or self.running.get(request_id)
         if request is None:
             return False
         self._finish(request, Finish(FinishReason.ABORT, stop_reason))
@@ -124,7 +146,7 @@ class EngineLoop:
 
     def abort_all(self) -> None:
         """End every request and wait for the executor, so that it can be closed."""
-        for request_id in [*self._waiting, *self._running]:
+        for request_id in [*self._waiting, *self.running.names()]:
             self.abort(request_id)
         while self._in_flight:
             self._read(self._in_flight[0])
@@ -133,7 +155,7 @@ class EngineLoop:
         pool = self.kv_cache.pool
         return LoopStats(
             steps=self._next_step,
-            num_requests_running=len(self._running),
+            num_requests_running=len(self.running),
             num_requests_waiting=len(self._waiting),
             kv_pages_used=pool.num_pages - pool.num_free,
             kv_pages_total=pool.num_pages,
@@ -145,12 +167,12 @@ class EngineLoop:
     def step(self) -> bool:
         """Plan and submit one step, then read the one before; True while there is work."""
         admitted, waiting = self._admit()
-        plan = self.microbatch.plan(self._next_step, self._running.values())
-        if plan.scheduled:
+        plan = self.microbatch.plan(self._next_step, self.running)
+        if plan.num_sequences:
             if self.on_step is not None:
                 self.on_step(StepRecord(admitted, waiting, plan))
             self._submit(plan)
-        if len(self._in_flight) > 1 or (self._in_flight and not plan.scheduled):
+        if len(self._in_flight) > 1 or (self._in_flight and not plan.num_sequences):
             self._read(self._in_flight[0])
         return self.has_work
 
@@ -162,7 +184,7 @@ class EngineLoop:
         now = self.clock()
         for request, _ in admitted:
             del self._waiting[request.request_id]
-            self._running[request.request_id] = request
+            self.running.add(request)
             request.times.admitted = now
             try:
                 self.executor.admit(request.slot, request.params, request.prompt_token_ids)
@@ -174,20 +196,18 @@ class EngineLoop:
     def _submit(self, plan: StepPlan) -> None:
         """Queue the step and move its requests' planned state forward."""
         self._next_step += 1
-        for row in plan.scheduled:
-            request = self._running[row.request_id]
-            request.cached_tokens = row.start + row.num_tokens
-            request.planned_tokens += row.samples
-            self.kv_cache.grow(row.slot, request.cached_tokens)
+        running, slots = self.running, plan.slots
+        running.cached_tokens[slots] = plan.ends
+        running.planned_tokens[slots] += plan.samples
+        self.kv_cache.grow(slots, plan.ends)
         try:
-            handle = self.executor.submit(pack_step(plan, self._running, self.kv_cache))
+            handle = self.executor.submit(pack_step(plan, running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
             return
-        for row in plan.scheduled:
-            self._running[row.request_id].last_step = plan.step
+        running.last_step[slots] = plan.step
         self._in_flight.append(_InFlight(plan, handle))
-        self._counts["prompt_tokens"] += sum(c.num_tokens for c in plan.context)
+        self._counts["prompt_tokens"] += int(plan.sizes[: plan.num_context].sum())
 
     def _read(self, step: _InFlight) -> None:
         """Wait for a step, hand out its ids, and release what no later step uses."""
@@ -204,71 +224,86 @@ class EngineLoop:
         else:
             self._hand_out(step.plan, outcome)
         if self._draining:
-            for request in [r for r in self._draining.values() if r.last_step <= self._last_read]:
+            for request in [r for r in self._draining.values() if not self._in_unread_step(r)]:
                 del self._draining[request.request_id]
                 self._release(request)
 
     def _hand_out(self, plan: StepPlan, result: StepResult) -> None:
-        now = self.clock()
-        token_ids, finite = result.token_ids.tolist(), result.finite.tolist()
-        index = taken = 0
-        for row in plan.scheduled:
-            if not row.samples:
-                continue
-            request = self._running.get(row.request_id)
-            if request is None:
-                self._counts["surplus_rows"] += 1
-            elif not finite[index]:
-                self._fail(request, _not_finite(row.start))
-            else:
-                self._take_token(request, token_ids[index], result.logprobs[index], now)
-                taken += 1
-            index += 1
-        self._counts["generation_tokens"] += taken
+        """Take the ids of all rows at once, then look at the requests that something happens to."""
+        now, running = self.clock(), self.running
+        slots, token_ids = plan.sampled_slots, result.token_ids
+        logprobs: Sequence[dict[int, Logprob] | None] = result.logprobs
+        alive = running.alive[slots]
+        taken = alive & result.finite
+        if not taken.all():
+            self._counts["surplus_rows"] += len(slots) - int(np.count_nonzero(alive))
+            for row in np.flatnonzero(alive & ~result.finite).tolist():
+                if running.alive[slots[row]]:  # a consumer may just have ended it
+                    position = int(plan.starts[plan.samples][row])
+                    self._fail(running.request(slots[row]), _not_finite(position))
+            slots, token_ids = slots[taken], token_ids[taken]
+            logprobs = [logprobs[row] for row in np.flatnonzero(taken).tolist()]
+        self._counts["generation_tokens"] += len(slots)
+        for i in running.append(slots, token_ids).tolist():
+            if running.alive[slots[i]]:
+                self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
 
-    def _take_token(
+    def _look_at(
         self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
     ) -> None:
-        if request.output_tokens == 0:
+        """A token was read that is its request's first, may be its last, or is watched for."""
+        output_tokens = int(self.running.output_tokens[request.slot])
+        if output_tokens == 1:
             request.times.first_token = now
-        request.output_tokens += 1
-        finish = _ended_by_id(request, token_id) if token_id in request.ending_ids else None
-        try:
-            stop = request.sink.on_token(token_id, logprobs, finish is not None)
-        except Exception as error:
-            # One request's text must not take down the others.
-            logger.exception("request %s: its output failed", request.request_id)
-            self._fail(request, error)
-            return
-        if finish is None and stop is not None:
-            finish = Finish(FinishReason.STOP, stop)
-        if finish is None and request.output_tokens >= request.max_tokens:
+        finish = _ended_by_id(request, token_id, output_tokens) if token_id in request.ending_ids else None
+        if request.watched:
+            try:
+                stop = request.sink.on_token(token_id, logprobs, finish is not None)
+            except Exception as error:
+                self._finish(request, _output_failed(request, error))
+                return
+            if finish is None and stop is not None:
+                finish = Finish(FinishReason.STOP, stop)
+        if finish is None and output_tokens >= request.max_tokens:
             finish = Finish(FinishReason.LENGTH)
         if finish is not None:
             self._finish(request, finish)
+        else:
+            self.running.looked_at(request)
+
+    def _deliver(self, request: Request, *, ending: bool) -> None:
+        """Give the sink all tokens read since the last time; raises what it raises."""
+        token_ids = self.running.ids_from(request.slot, request.handed_tokens)
+        if token_ids:
+            request.handed_tokens += len(token_ids)
+            request.sink.on_tokens(token_ids, ending)
 
     # ---- ends -----------------------------------------------------------------------------
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         self._counts["failed_steps"] += 1
         logger.error("step %d failed: %s", plan.step, error, exc_info=error)
-        for row in plan.scheduled:
-            request = self._running.get(row.request_id)
-            if request is not None:
-                self._fail(request, error)
+        for slot in plan.slots.tolist():
+            if self.running.alive[slot]:
+                self._fail(self.running.request(slot), error)
 
     def _fail(self, request: Request, error: Exception | str) -> None:
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self._finish(request, Finish(FinishReason.ERROR, text))
+        self._finish(request, _failed(error))
 
     def _finish(self, request: Request, finish: Finish) -> None:
         """End a request; its slot and pages stay until the executor is done with them."""
+        waited = self._waiting.pop(request.request_id, None) is not None
+        if not waited and not request.watched:
+            try:
+                self._deliver(request, ending=finish.reason is FinishReason.STOP)
+            except Exception as error:
+                finish = _output_failed(request, error)
         request.finish = finish
         request.times.finished = self.clock()
         self._counts["requests_finished"] += 1
-        self._running.pop(request.request_id, None)
-        if self._waiting.pop(request.request_id, None) is None:
-            if request.last_step > self._last_read:
+        self.running.remove(request)
+        if not waited:
+            if self._in_unread_step(request):
                 self._draining[request.request_id] = request
             else:
                 self._release(request)
@@ -277,9 +312,23 @@ class EngineLoop:
         except Exception:
             logger.exception("request %s: its consumer failed", request.request_id)
 
+    def _in_unread_step(self, request: Request) -> bool:
+        return bool(self.running.last_step[request.slot] > self._last_read)
+
     def _release(self, request: Request) -> None:
         self.kv_cache.free(request.slot)
         self.capacity.release(request)
+
+
+def _failed(error: Exception | str) -> Finish:
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return Finish(FinishReason.ERROR, text)
+
+
+def _output_failed(request: Request, error: Exception) -> Finish:
+    """One request's text must not take down the others."""
+    logger.error("request %s: its output failed", request.request_id, exc_info=error)
+    return _failed(error)
 
 
 def _not_finite(position: int) -> str:
@@ -288,8 +337,8 @@ def _not_finite(position: int) -> str:
     )
 
 
-def _ended_by_id(request: Request, token_id: int) -> Finish | None:
-    if request.output_tokens < request.params.min_tokens:
+def _ended_by_id(request: Request, token_id: int, output_tokens: int) -> Finish | None:
+    if output_tokens < request.params.min_tokens:
         return None
     # A stop id the user named is told even where it is an EOS id as well.
     return Finish(FinishReason.STOP, token_id if token_id in request.stop_token_ids else None)

@@ -33,6 +33,8 @@ class Tokenizer:
         # A file may carry limits for training; a prompt that is too long is refused, never cut.
         self.backend.no_truncation()
         self.backend.no_padding()
+        #: Bytes that belong to no token are tokens of their own (Llama 2's kind); see `Detokenizer`.
+        self.byte_fallback = "ByteFallback" in repr(self.backend.decoder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. Chat text is encoded with add_special_tokens=False: its template wrote BOS.

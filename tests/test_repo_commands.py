@@ -26,12 +26,20 @@ def shell_lines(document: Path) -> list[str]:
     return [line for line in commands if line and not line.startswith("#")]
 
 
+def commands_below(group: click.Group) -> list[click.Command]:
+    """Every command of the group and of the groups in it."""
+    context, found = click.Context(group), []
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found += [command, *(commands_below(command) if isinstance(command, click.Group) else ())]
+    return found
+
+
 def tapeout_commands() -> list[str]:
     lines = [line for document in DOCUMENTS for line in shell_lines(document)]
     # Examples in the help texts count as documents.
-    for name in cli.list_commands(click.Context(cli)):
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None
+    for command in commands_below(cli):
         lines += [line.strip() for line in (command.help or "").splitlines()]
     return [line for line in lines if re.match(r"tapeout [a-z-]", line)]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 
 def test_the_cuda_page_shows_its_record(repo: Path) -> None:
@@ -15,6 +18,52 @@ def test_the_cuda_page_shows_its_record(repo: Path) -> None:
     measured = {("decode", d["batch"]): round(d["ms"], 2) for d in record["decode"]}
     measured |= {("prefill", p["prompt_tokens"]): round(p["ms"], 2) for p in record["prefill"]}
     assert shown == measured
+
+
+def load_design_rows(repo: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("design_rows", repo / "benchmarks/design_rows.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["design_rows"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_design_table_is_that_of_its_record(repo: Path) -> None:
+    rows = load_design_rows(repo)
+    for document in rows.DOCUMENTS:
+        text = document.read_text()
+        assert rows.place(text, rows.render()) == text, f"{document.name}: run `make docs`"
+
+
+def test_the_design_table_shows_both_sides_figures(repo: Path) -> None:
+    """Read from the table itself, not by the code that wrote it."""
+    pattern = r"^\| (8B|1B) \| ([^|]+) \| [≤≥] ([\d.,]+) [^|]+ \| ([\d.,]+) [^|]+ \| ([^|]+) \| ([\d.]*) ?\|$"
+    shown = re.findall(pattern, (repo / "README.md").read_text(), re.M)
+    peer = json.loads((repo / "benchmarks/peers/vllm_0.26_h200.json").read_text())
+    record = repo / "benchmarks/results/design_table.json"
+    models = json.loads(record.read_text())["models"] if record.exists() else {}
+    assert len(shown) == 11
+    for model, what, _, theirs, ours, ratio in shown:
+        kind, number = what.split(",")[0], re.sub(r"\D", "", what)
+        vllm = peer[f"vllm{model.lower()}"]
+        expected = {
+            "exec to first token": peer["vllm8b_warm"]["cold"]["start_to_first_token_s"],
+            "decode": {str(d["batch"]): d["ms_per_token_decode"] for d in vllm["decode"]}.get(number),
+            "prefill": {str(p["prompt_len"]): p["ms"] for p in vllm["prefill"]}.get(number),
+            "mixed": vllm["mixed"]["output_tok_s"],
+        }[kind]
+        digits = len(theirs.partition(".")[2])
+        assert theirs == f"{expected:,.{digits}f}", what
+        key = {"exec to first token": "startup", "mixed": "mixed"}.get(kind, f"{kind}-{number}")
+        value = models.get(model.lower(), {}).get("figures", {}).get(key)
+        if value is None:
+            assert (ours, ratio) == ("not measured", ""), what
+        else:
+            assert ours.split()[0] == f"{value:,.{digits}f}", what
+            faster = value / expected if kind == "mixed" else expected / value
+            assert ratio == f"{faster:.2f}", what
 
 
 def test_the_readme_shows_its_records(repo: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import onnx
 from onnx import helper
 
+from tapeout.compiler.cuda_plan import ROW_MULTIPLE
 from tapeout.compiler.ir import IR_TEXT, IR_VERSION, Module, parse
 from tapeout.compiler.onnx_export.graph import TensorFile, build_graph
 from tapeout.compiler.onnx_export.op_schemas import DOMAIN, DOMAIN_VERSION, register_op_schemas
@@ -77,7 +78,8 @@ def _read_module(engine: Engine) -> Module:
     try:
         module = parse(engine.text(IR_TEXT).decode())
         # The program is covered by checksums that were compared on opening, the text is not.
-        planned = plan_program(module, engine.manifest.limits, engine.program.tactics)
+        padded = ROW_MULTIPLE if engine.manifest.target.startswith("cuda:") else 1
+        planned = plan_program(module, engine.manifest.limits, engine.program.tactics, row_multiple=padded)
     except (ValueError, KeyError) as error:
         raise EngineCorruptError(f"{engine.path}: the graph ({IR_TEXT}) cannot be read: {error}") from None
     program = engine.program

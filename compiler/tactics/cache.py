@@ -1,7 +1,8 @@
 """The timing cache: what was measured once, for whom, so that a warm build times nothing.
 
 A JSON file that people may read and keep in CI. An entry is keyed by the op signature, the
-machine and the kernels, so a cache from another machine simply does not answer.
+machine and the kernels, so a cache from another machine simply does not answer. Timings of GPUs
+stand in the same file (see gpu_cache.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.files import remove_leftovers, write_text
-from tapeout.compiler.tactics.timing import Outcome
+from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.plugins.errors import UsageError
 
 CACHE_VERSION = 1
@@ -46,6 +47,7 @@ class TimingCache:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     hits: int = 0
     misses: int = 0
+    changed: bool = False
 
     @classmethod
     def load(cls, path: Path | None) -> TimingCache:
@@ -81,6 +83,7 @@ class TimingCache:
 
     def put(self, signature: str, machine: Machine, rows: int, outcomes: dict[str, Outcome]) -> None:
         """Record outcomes; `save` writes them."""
+        self.changed = True
         key = _key(signature, machine)
         entry = self.entries.setdefault(key, {"signature": signature, "machine": vars(machine), "rows": {}})
         known = entry["rows"].setdefault(str(rows), {})
@@ -94,7 +97,7 @@ class TimingCache:
 
         Nothing is written when nothing new was measured. Raises UsageError when it cannot be written.
         """
-        if self.path is None or not self.misses:
+        if self.path is None or not self.changed:
             return
         self._keep_what_others_measured()
         data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
@@ -124,6 +127,8 @@ def _checked(entries: Any) -> dict[str, dict[str, Any]]:
         outcomes = rows.values() if isinstance(rows, dict) else [None]
         if not all(isinstance(o, dict) and all(map(_is_outcome, o.values())) for o in outcomes):
             raise ValueError(f"entry {key} does not hold timings or reasons by rows and tactic")
+        if "gpu" in entry and not _is_gpu(entry["gpu"]):
+            raise ValueError(f"entry {key} does not say which GPU it is of")
     return entries
 
 
@@ -135,6 +140,14 @@ def _is_outcome(outcome: Any) -> bool:
         return isinstance(reason, str)
     # A comparison, since an integer may be larger than any float; False for NaN.
     return type(time) in (int, float) and 0 <= time < _MAX_TIME_US
+
+
+def _is_gpu(gpu: Any) -> bool:
+    """Does it have the fields of `gpu_cache.Gpu`?"""
+    if not isinstance(gpu, dict) or not isinstance(gpu.get("name"), str):
+        return False
+    numbers = {"sm", "sm_count", "memory_gib"}
+    return gpu.keys() == {"name", *numbers} and all(type(gpu[n]) is int for n in numbers)
 
 
 def _key(signature: str, machine: Machine) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tapeout.plugins.cpu import OpSignature, StepState, TensorType
+from tapeout.plugins.registry import OPS
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_cache import pages_for
 
@@ -114,7 +115,7 @@ def _step_state(signature: OpSignature, rows: int, limits: Limits, generator: to
 
 
 def _cache_shape(signature: OpSignature) -> tuple[int, int, torch.dtype]:
-    if signature.op != "paged_attention":
+    if not OPS[signature.op].reads_cache:
         return 1, 1, torch.float32
     k = signature.inputs[1]
     return int(k.shape[1]), int(k.shape[2]), _dtype(k)
@@ -133,4 +134,4 @@ def _dtype(type_: TensorType) -> torch.dtype:
 
 def layerless(attrs: Mapping[str, int | float | str | bool], op: str) -> dict[str, int | float | str | bool]:
     """Attributes with the instance a case stands for: layer 0."""
-    return {**attrs, "layer": 0} if op == "paged_attention" else dict(attrs)
+    return {**attrs, "layer": 0} if "layer" in OPS[op].attrs else dict(attrs)

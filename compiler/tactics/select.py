@@ -13,7 +13,8 @@ from tapeout.compiler.plan import max_rows
 from tapeout.compiler.report import TacticTiming
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
-from tapeout.compiler.tactics.timing import Outcome, failure, measure, reference_outputs
+from tapeout.compiler.tactics.outcome import Outcome
+from tapeout.compiler.tactics.timing import failure, measure, reference_outputs
 from tapeout.plugins.cpu import CpuTactic, HostCpu, OpSignature
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.registry import cpu_tactics

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tapeout.compiler.tactics.case import Case, layerless
+from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.plugins.case import tolerance
 from tapeout.plugins.cpu import BoundCall, CpuTactic, OpSignature, StepState
+from tapeout.plugins.reference import bind_reference
 from tapeout.plugins.registry import OPS
 
 _MIN_SECONDS = 0.02  # of timing a candidate, after a warm-up pass
@@ -24,25 +24,11 @@ _PASS_SECONDS = 1e-3
 _HOPELESS = 4  # times the best: what one call must take to have lost
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Microseconds a call in the fastest pass, or why the tactic may not be used."""
-
-    time_us: float | None
-    reason: str | None = None
-
-
 def reference_outputs(signature: OpSignature, case: Case) -> tuple[torch.Tensor, ...]:
     """What the op's torch reference makes of the case (with a KV pool of its own)."""
-    schema = OPS[signature.op]
-    reference = importlib.import_module(f"tapeout.plugins.{signature.op}.reference").reference
-    step = {name: getattr(case.step, name) for name in schema.step_inputs}
-    if "kv_pool" in step:
-        step["kv_pool"] = step["kv_pool"].clone()
     attrs = layerless(signature.attrs, signature.op)
-    weights = [*case.weights[0], *[None] * (len(schema.weights) - len(case.weights[0]))]
-    result = reference(*case.inputs, *weights, *step.values(), *(attrs[a] for a in schema.attrs))
-    return result if isinstance(result, tuple) else (result,)
+    step = _with_own_pool(case.step)
+    return bind_reference(signature.op, case.inputs, case.weights[0], attrs, step)()
 
 
 def measure(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tapeout.plugins.case import Case, Tolerance, signature
+from tapeout.plugins.case import Case, Sampling, Tolerance, signature
 from tapeout.plugins.cpu import TensorType
 
 #: bfloat16: one rounding of the result, and of partial sums in library kernels.
 TOLERANCE = {"float32": Tolerance(2e-5, 1e-5), "bfloat16": Tolerance(1e-2, 1e-2)}
+SAMPLING = Sampling(columns=("weight", "bias"))
 
 #: (N, K): usual, ragged in both, smaller than a vector, tall, wide.
 _SHAPES = ((96, 64), (61, 77), (3, 5), (200, 48), (24, 320))

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from tapeout.plugins.aten import AtenTactic
 from tapeout.plugins.cpu import BoundCall, CpuTactic, HostCpu, OpSignature
 from tapeout.plugins.native.tactic import NativeTactic, as_rows, dtype_code
 from tapeout.plugins.paged_attention.gather_sdpa import GatherSdpa
-from tapeout.plugins.paged_attention.reference import paged_attention
 
 _MAX_HEAD_DIM = 256  # MAX_DIM of paged_attention.c
-
-
-class AtenPagedAttention(CpuTactic):
-    """The reference, one sequence after the other: slow, always works."""
-
-    op = "paged_attention"
-    name = "aten"
-
-    def bind(self, call: BoundCall) -> Callable[[], None]:
-        (q, k, v), (out,) = call.inputs, call.outputs
-        (sinks,) = (*call.weights, None)[:1]
-        step = call.step
-        attrs: dict[str, Any] = dict(call.attrs)
-
-        def run() -> None:
-            num_seqs = int(step.counts[1])
-            cu_q, kv_lens = step.cu_q[: num_seqs + 1], step.kv_lens[:num_seqs]
-            out.copy_(paged_attention(q, k, v, sinks, step.kv_pool, step.page_table, cu_q, kv_lens, **attrs))
-
-        return run
 
 
 class NativePagedAttention(NativeTactic):
@@ -63,4 +42,4 @@ class NativePagedAttention(NativeTactic):
         )  # fmt: skip
 
 
-TACTICS: tuple[CpuTactic, ...] = (AtenPagedAttention(), GatherSdpa(), NativePagedAttention())
+TACTICS: tuple[CpuTactic, ...] = (AtenTactic("paged_attention"), GatherSdpa(), NativePagedAttention())

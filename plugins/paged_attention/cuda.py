@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapeout.plugins.cpu import OpSignature
-from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.cuda import Arg, CudaTarget, GridDim, LaunchSpec
 from tapeout.plugins.triton_aot.elementwise_tactic import block_of
 from tapeout.plugins.triton_aot.tactic import (
     Argument,
@@ -39,7 +39,7 @@ class ContextTile:
         return f"{self.m}x{self.n}_w{self.warps}s{self.stages}"
 
 
-class _PagedAttention(TritonTactic):
+class PagedAttention(TritonTactic):
     """What all tactics share: the checks, the arguments, the cache write, the context kernel."""
 
     op = "paged_attention"
@@ -67,6 +67,13 @@ class _PagedAttention(TritonTactic):
         if target.kv_dtype not in ("", "float32", "bfloat16"):
             return f"no CUDA kernel for a cache of {target.kv_dtype}"
         return super().unsupported(signature, target)
+
+    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+        return self._write(signature, target), *self.attend(signature, rows, target)
+
+    def attend(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+        """The launches after the cache was written; queries are input 0."""
+        raise NotImplementedError
 
     def _sizes(self, signature: OpSignature, target: CudaTarget) -> dict[str, Any]:
         q, k = signature.inputs[:2]
@@ -149,7 +156,7 @@ class _PagedAttention(TritonTactic):
         return ContextTile(64, 32, 4, 2) if wide else self._tile
 
 
-class Tiled(_PagedAttention):
+class Tiled(PagedAttention):
     """Every row through `context`: its result depends on nothing but its sequence."""
 
     def __init__(self, tile: ContextTile) -> None:
@@ -159,11 +166,11 @@ class Tiled(_PagedAttention):
     def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
         return 2.0  # only where batch invariance asks for it
 
-    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
-        return self._write(signature, target), self._context(signature, target, skip_decode=False)
+    def attend(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+        return (self._context(signature, target, skip_decode=False),)
 
 
-class Split(_PagedAttention):
+class Split(PagedAttention):
     """Sequences of one row split over blocks along their cache, all others through `context`.
 
     Without a context tile it is for decode-only buckets. The number of splits follows the
@@ -185,8 +192,7 @@ class Split(_PagedAttention):
         return min(_MAX_SPLITS, power_of_two(max(1, 4 * target.sm_count // blocks)))
 
     def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
-        # A planner that cannot tell decode-only buckets apart must never prefer such a tactic.
-        return 1e9 if self.decode_only else 1.0
+        return 0.9 if self.decode_only else 1.0
 
     def workspace_bytes(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
         splits = self._splits(signature, rows, target)
@@ -195,9 +201,9 @@ class Split(_PagedAttention):
         heads, dim = (int(d) for d in signature.inputs[0].shape[1:])
         return 4 * rows * heads * splits * (dim + 2)
 
-    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+    def attend(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         splits = self._splits(signature, rows, target)
-        launches = [self._write(signature, target), self._decode(signature, rows, splits, target)]
+        launches = [self._decode(signature, rows, splits, target)]
         if splits > 1:
             launches.append(self._combine(signature, rows, splits, target))
         if not self.decode_only:
@@ -267,7 +273,7 @@ def _pick(arguments: dict[str, Argument], names: tuple[str, ...]) -> list[Argume
 
 _SAFE_TILE = ContextTile(64, 64, 4, 2)
 
-TACTICS: tuple[CudaTactic, ...] = (
+TACTICS: tuple[PagedAttention, ...] = (
     Tiled(_SAFE_TILE),
     Split(_SAFE_TILE),
     Split(ContextTile(128, 64, 8, 2)),

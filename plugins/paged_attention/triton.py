@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tapeout.plugins.activation.triton import tanh
+from tapeout.plugins.triton_aot.overlap import let_next_start, take_turn, wait_for_earlier
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -18,11 +19,12 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 def write_kv(
     k, v, counts, positions, row_seqs, page_table, kv_pool, k_row, k_group, v_row, v_group,
     layers, layer, max_pages,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of one row into its page. Grid (rows, blocks of kv_heads * dim)."""
+    T = take_turn(counts, 0, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts):
+    if row >= T:
         return
     position = tl.load(positions + row)
     page = tl.load(page_table + tl.load(row_seqs + row) * max_pages + position // PAGE)
@@ -98,25 +100,33 @@ def split_bounds(kv_len, split, window, SPLITS: tl.constexpr, WINDOW: tl.constex
 
 
 @triton.jit
+def decode_row(row, counts, cu_q, kv_lens, row_seqs):
+    """Sequence and cache length of a row, and whether it is the only one of its sequence."""
+    real = row < tl.load(counts)
+    seq = tl.load(row_seqs + row, mask=real, other=0)
+    alone = tl.load(cu_q + seq + 1) - tl.load(cu_q + seq) == 1
+    return seq, tl.load(kv_lens + seq), real & alone
+
+
+@triton.jit
 def decode(
     q, out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
     q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of sequences with one row; others are left to `context`. Grid (rows, kv heads, splits).
 
     With splits: unnormalised sums partial [T, HEADS, SPLITS, DIM] and their maximum and sum
     partial_ml [T, HEADS, SPLITS, 2].
     """
+    let_next_start(OVERLAP)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if row >= tl.load(counts):
+    seq, kv_len, mine = decode_row(row, counts, cu_q, kv_lens, row_seqs)
+    wait_for_earlier(OVERLAP)
+    if not mine:
         return
-    seq = tl.load(row_seqs + row)
-    if tl.load(cu_q + seq + 1) - tl.load(cu_q + seq) != 1:
-        return
-    kv_len = tl.load(kv_lens + seq)
     begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
     if begin >= end:
         return
@@ -159,17 +169,17 @@ def decode(
 def combine(
     out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, out_row, out_group, window,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one row and head. Grid (rows, heads)."""
+    let_next_start(OVERLAP)
     row, head = tl.program_id(0), tl.program_id(1)
-    if row >= tl.load(counts):
-        return
-    seq = tl.load(row_seqs + row)
-    if tl.load(cu_q + seq + 1) - tl.load(cu_q + seq) != 1:
+    _, kv_len, mine = decode_row(row, counts, cu_q, kv_lens, row_seqs)
+    wait_for_earlier(OVERLAP)
+    if not mine:
         return
     split, d = tl.arange(0, SPLITS), tl.arange(0, DIM_BLOCK)
-    begin, end = split_bounds(tl.load(kv_lens + seq), split, window, SPLITS, WINDOW, BLOCK_N)
+    begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
     used = begin < end
     at = (row.to(tl.int64) * HEADS + head) * SPLITS + split
     m = tl.load(partial_ml + at * 2, mask=used, other=float("-inf"))
@@ -217,7 +227,7 @@ def context(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SKIP_DECODE: tl.constexpr,
+    SKIP_DECODE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Q packed rows by HEADS_BLOCK heads of one kv head a block. Grid (row blocks, head blocks).
 
@@ -226,8 +236,8 @@ def context(
     order depend on its position alone; compiled without fusing products and sums, a block gives
     the same bits with and without a mask.
     """
+    T = take_turn(counts, 0, OVERLAP)
     first = tl.program_id(0) * BLOCK_Q
-    T = tl.load(counts)
     if first >= T:
         return
     head_block = tl.program_id(1)

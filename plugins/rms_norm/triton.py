@@ -4,31 +4,41 @@
 import triton
 import triton.language as tl
 
+from tapeout.plugins.triton_aot.overlap import take_turn
+
+
+@triton.jit
+def weighted(
+    normed, gain, weight_offset, KIND: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr
+):
+    """Float32 `normed` times the weight `gain`, rounded to KIND as the op's schema says."""
+    if CAST_FIRST:
+        if HAS_OFFSET:  # the sum is rounded to the weight's dtype, as the reference's is
+            gain = (gain.to(tl.float32) + weight_offset).to(gain.dtype)
+        return (normed.to(KIND).to(tl.float32) * gain.to(KIND).to(tl.float32)).to(KIND)
+    return (normed * (weight_offset + gain.to(tl.float32))).to(KIND)
+
 
 @triton.jit
 def normalize(
     value, weight, columns, inside, eps, weight_offset, KIND: tl.constexpr,
     DIM: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of float32 `value` (0 outside), rounded to KIND as the op's schema says."""
-    factor = tl.load(weight + columns, mask=inside, other=0.0)
+    """RMS norm of float32 `value` (0 outside), in KIND."""
+    gain = tl.load(weight + columns, mask=inside, other=0.0)
     mean = tl.sum(value * value, axis=0) / DIM
-    normed = value * tl.rsqrt(mean + eps)
-    if CAST_FIRST:
-        if HAS_OFFSET:  # the sum is rounded to the weight's dtype, as the reference's is
-            factor = (factor.to(tl.float32) + weight_offset).to(weight.dtype.element_ty)
-        return (normed.to(KIND).to(tl.float32) * factor.to(KIND).to(tl.float32)).to(KIND)
-    return (normed * (weight_offset + factor.to(tl.float32))).to(KIND)
+    return weighted(value * tl.rsqrt(mean + eps), gain, weight_offset, KIND, CAST_FIRST, HAS_OFFSET)
 
 
 @triton.jit
 def rms_norm(
     x, out, weight, counts, eps, weight_offset, x_row, x_group, out_row, out_group,
     COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     group = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -46,11 +56,12 @@ def add_rms_norm(
     x, residual, out, total, weight, counts, eps, weight_offset,
     x_row, x_group, residual_row, residual_group, out_row, out_group, total_row, total_group,
     COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """total = x + residual, rounded; out = rms_norm(total)."""
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     group = tl.program_id(1)
     columns = tl.arange(0, BLOCK)

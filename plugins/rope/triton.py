@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from tapeout.plugins.triton_aot.overlap import take_turn
+
 
 @triton.jit
 def turn(a, b, cos, sin, KIND: tl.constexpr):
@@ -18,10 +20,11 @@ def turn(a, b, cos, sin, KIND: tl.constexpr):
 def rope(
     x, table, out, counts, x_row, x_group, table_row, out_row, out_group,
     COUNT: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     row64 = row.to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]

@@ -4,15 +4,18 @@
 import triton
 import triton.language as tl
 
+from tapeout.plugins.triton_aot.overlap import take_turn
+
 
 @triton.jit
 def rope_table(
     positions, inv_freq, out, counts, scaling, out_row,
-    COUNT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One block per row: cosines, then sines, exact in range for any int32 position."""
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     columns = tl.arange(0, BLOCK)
     inside = columns < HALF

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 
 from tapeout.plugins.errors import UnsupportedError
@@ -38,10 +40,6 @@ def state_words(params: SamplingParams) -> np.ndarray:
     """int32 [SAMPLE_STATE_WORDS] of a request; UnsupportedError for what `device_unsupported` names."""
     if reason := device_unsupported(params):
         raise UnsupportedError(f"sampling parameters cannot be put on the device: {reason}")
-    words = np.zeros(SAMPLE_STATE_WORDS, dtype=np.int32)
-    words[0:2] = np.array([params.seed or 0], dtype=np.uint64).view(np.int32)
-    words[2:3] = np.array([0.0 if params.greedy else params.temperature], dtype=np.float32).view(np.int32)
-    words[3] = params.top_k
-    words[4:6] = np.array([params.top_p], dtype=np.float64).view(np.int32)
-    words[6:8] = np.array([params.min_p], dtype=np.float64).view(np.int32)
-    return words
+    temperature = 0.0 if params.greedy else params.temperature
+    packed = struct.pack("<Qfidd", params.seed or 0, temperature, params.top_k, params.top_p, params.min_p)
+    return np.frombuffer(packed, dtype=np.int32).copy()

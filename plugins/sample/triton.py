@@ -8,16 +8,21 @@ Compiled without fusing products and sums: weights must have numpy's bits.
 import triton
 import triton.language as tl
 
+from tapeout.plugins.triton_aot.overlap import take_turn
+
 _NO_INDEX: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 _TOP_BIT: tl.constexpr = tl.constexpr(-0x80000000)
 _LOWEST_Y: tl.constexpr = tl.constexpr(-31.0)  # -(_WEIGHT_BITS + 1) of choose.py
 
 
 @triton.jit
-def fill_token_ids(token_ids, counts, row_seqs, seq_slots, last_ids, BLOCK: tl.constexpr):
+def fill_token_ids(
+    token_ids, counts, row_seqs, seq_slots, last_ids, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """A token id of -1 becomes the id its slot sampled last. Grid (row blocks,)."""
+    T = take_turn(counts, 0, OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < tl.load(counts)
+    inside = row < T
     missing = inside & (tl.load(token_ids + row, mask=inside, other=0) == -1)
     slot = tl.load(seq_slots + tl.load(row_seqs + row, mask=missing, other=0), mask=missing, other=0)
     tl.store(token_ids + row, tl.load(last_ids + slot, mask=missing, other=0), mask=missing)
@@ -27,10 +32,12 @@ def fill_token_ids(token_ids, counts, row_seqs, seq_slots, last_ids, BLOCK: tl.c
 def partial_max(
     logits, values, indices, finites, counts, logits_row,
     VOCAB: tl.constexpr, VALID: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Largest valid logit of a chunk, its lowest id, and whether all are finite. Grid (rows, chunks)."""
+    T = take_turn(counts, 4, OVERLAP)
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if row >= tl.load(counts + 4):
+    if row >= T:
         return
     column = chunk * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=column < VOCAB, other=0.0)
@@ -102,14 +109,16 @@ def choose(
     logits, values, indices, finites, counts, row_ids, row_seqs, positions, seq_slots, sample_state,
     out_ids, out_finite, last_ids, logits_row,
     VALID: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The id of one row. Grid (rows,).
 
     Borders of top-k and top-p are found by bisecting the 32-bit order of z: whatever the
     distribution, 32 passes over the row each.
     """
+    T = take_turn(counts, 4, OVERLAP)
     r = tl.program_id(0)
-    if r >= tl.load(counts + 4):
+    if r >= T:
         return
     chunk = tl.arange(0, CHUNKS_BLOCK)
     inside = chunk < CHUNKS

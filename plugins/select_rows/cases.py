@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tapeout.plugins.case import Case, Tolerance, signature
+from tapeout.plugins.case import Case, Sampling, Tolerance, signature
 from tapeout.plugins.cpu import TensorType
 
 TOLERANCE = {"float32": Tolerance(0.0, 0.0), "bfloat16": Tolerance(0.0, 0.0)}
+SAMPLING = Sampling(gathered={"x": "row_ids"})
 CASES = tuple(
     Case(
         f"{dtype} {ids} width {width}",

@@ -5,15 +5,15 @@ Used by Triton's interpreter on the CPU and by the check on a GPU (`device`). Ne
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from tapeout.plugins.case import Case, tolerance
+from tapeout.plugins.case import Case, cache_tolerance, tolerance
 from tapeout.plugins.cpu import OpSignature, StepState, TensorType
 from tapeout.plugins.example import concrete, example_step, torch_dtype
+from tapeout.plugins.reference import bind_reference
 from tapeout.plugins.registry import OPS
 from tapeout.plugins.triton_aot.operands import Operands
 
@@ -74,7 +74,9 @@ class Bound:
         if self.expected_pool is not None:
             pool = self.operands.step["kv_pool"]
             if not torch.allclose(pool, self.expected_pool, rtol=0, atol=0, equal_nan=True):
-                return "the cache differs from the reference's", largest
+                limit = cache_tolerance(self.signature.op, str(pool.dtype).removeprefix("torch."))
+                if problem := limit.violation(pool, self.expected_pool):
+                    return f"the cache differs from the reference's: {problem}", largest
         return None, largest
 
 
@@ -96,7 +98,7 @@ def bind(
     weights = _made(signature, "weights", leading, generator)
     state = _state(case, device, seed)
     step = _step_tensors(state, case, leading["T"], rows, leading["T"] + bucket - rows, device)
-    expected = _expected(signature, inputs, weights, state)
+    expected = bind_reference(signature.op, inputs, weights, signature.attrs, state)()
     buffers, outputs = [], []
     for kind in signature.outputs:
         shape = (bucket + 2, guarded(int(kind.shape[1])), *(int(d) for d in kind.shape[2:]))
@@ -165,17 +167,3 @@ def _step_tensors(
         names = ("positions", "cu_q", "kv_lens", "page_table")
         tensors |= {n: getattr(state, n).contiguous() for n in names}
     return tensors
-
-
-def _expected(
-    signature: OpSignature, inputs: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...],
-    state: StepState | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    reference = importlib.import_module(f"tapeout.plugins.{signature.op}.reference").reference
-    arguments: list[torch.Tensor | None] = [*inputs, *weights]
-    arguments += [None] * (len(OPS[signature.op].weights) - len(weights))
-    if state is not None:
-        count = int(state.counts[1])
-        arguments += [state.kv_pool, state.page_table, state.cu_q[: count + 1], state.kv_lens[:count]]
-    result = reference(*arguments, **signature.attrs)
-    return result if isinstance(result, tuple) else (result,)

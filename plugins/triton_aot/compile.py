@@ -27,6 +27,11 @@ from tapeout.plugins.triton_aot.digest import kernel_digest, kernel_function
 #: What every Triton kernel takes after its own arguments: global scratch, profiling scratch.
 SCRATCH_TYPES = ("*i8", "*i8")
 
+#: A kernel with this constexpr argument calls `overlap.wait` before it touches what other launches
+#: write or read; it may then start before they end, on SMs that can. The compiler here fills it in.
+OVERLAP = "OVERLAP"
+_OVERLAP_SM = 90
+
 _SUPPORTED_SMS = (80, 86, 89, 90, 100, 103, 120, 121)
 _TYPES = {"i32", "i64", "u32", "u64", "fp32"}
 _POINTERS = {f"*{t}" for t in ("i8", "u8", "i32", "i64", "u32", "u64", "fp16", "bf16", "fp32")}
@@ -55,6 +60,7 @@ class CompiledKernel:
         scratch_bytes: global scratch of one block; a launch of G blocks needs G times as much,
             aligned to scratch_alignment. 0: pass a null pointer.
         arguments: types in launch order; the last `num_scratch` are SCRATCH_TYPES.
+        overlap: compiled to wait for the launch ahead by itself (see OVERLAP).
     """
 
     cubin: bytes
@@ -66,6 +72,7 @@ class CompiledKernel:
     resources: KernelResources
     arguments: tuple[str, ...]
     num_scratch: int = len(SCRATCH_TYPES)
+    overlap: bool = False
 
 
 def compile_kernel(spec: KernelSpec, sm: int) -> CompiledKernel:
@@ -115,7 +122,7 @@ def _check(spec: KernelSpec, names: Sequence[str], sm: int) -> None:
     if sm not in _SUPPORTED_SMS:
         problems.append(f"SM {sm} is not one of {', '.join(map(str, _SUPPORTED_SMS))}")
     given = [name for name, _ in spec.signature]
-    if missing := [n for n in names if n not in given and n not in spec.constants]:
+    if missing := [n for n in names if n not in given and n not in spec.constants and n != OVERLAP]:
         problems.append(f"arguments {missing} have neither a type nor a constant value")
     if unknown := [n for n in (*given, *spec.constants, *spec.divisible_by_16) if n not in names]:
         problems.append(f"{unknown} are not arguments of the kernel, which takes {list(names)}")
@@ -139,7 +146,10 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
         for i, name in enumerate(function.arg_names)
         if name in spec.divisible_by_16
     }
-    source = ASTSource(function, signature, dict(spec.constants), attrs)
+    constants = dict(spec.constants)
+    if overlap := OVERLAP in function.arg_names:
+        constants[OVERLAP] = overlap = sm >= _OVERLAP_SM
+    source = ASTSource(function, signature, constants, attrs)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
     try:
         with _private_triton_cache():
@@ -147,9 +157,9 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
             cubin: bytes = built.asm["cubin"]
             meta = built.metadata
     except Exception as error:
-        constants = ", ".join(f"{k}={v}" for k, v in sorted(spec.constants.items()))
+        shown = ", ".join(f"{k}={v}" for k, v in sorted(spec.constants.items()))
         raise TapeoutError(
-            f"compiling {spec.module}:{spec.function} for sm_{sm} ({constants}) failed: "
+            f"compiling {spec.module}:{spec.function} for sm_{sm} ({shown}) failed: "
             f"{type(error).__name__}: {error}"
         ) from error
     if meta.profile_scratch_size:
@@ -163,6 +173,7 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
         meta.global_scratch_align,
         _resources(cubin, meta.name),
         (*(kind for _, kind in spec.signature), *SCRATCH_TYPES),
+        overlap=overlap,
     )
 
 

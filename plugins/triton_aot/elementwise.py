@@ -7,6 +7,8 @@ One block works on BLOCK elements of one row; element e of a row is (e // DIM, e
 import triton
 import triton.language as tl
 
+from tapeout.plugins.triton_aot.overlap import take_turn
+
 
 @triton.jit
 def at(row, columns, row_stride, group_stride, GROUPS: tl.constexpr, DIM: tl.constexpr):
@@ -21,10 +23,12 @@ def at(row, columns, row_stride, group_stride, GROUPS: tl.constexpr, DIM: tl.con
 def binary(
     a, b, out, counts, a_row, a_group, b_row, b_group, out_row, out_group,
     COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = a OP b, rounded once."""
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < GROUPS * DIM
@@ -39,11 +43,12 @@ def binary(
 @triton.jit
 def scale(
     x, out, counts, factor, x_row, x_group, out_row, out_group,
-    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = x * factor in float32, rounded once."""
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < GROUPS * DIM
@@ -56,11 +61,12 @@ def scale(
 @triton.jit
 def copy(
     x, out, counts, x_row, x_group, out_row, out_group,
-    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = x."""
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < GROUPS * DIM
@@ -71,11 +77,12 @@ def copy(
 @triton.jit
 def gather(
     ids, table, out, counts, table_row, out_row,
-    COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[row] = table[ids[row]]: embedding and select_rows."""
+    T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
-    if row >= tl.load(counts + COUNT):
+    if row >= T:
         return
     source = tl.load(ids + row).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

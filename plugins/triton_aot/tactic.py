@@ -70,11 +70,17 @@ def launch(
         dict(constants),
         num_warps,
         num_stages,
-        tuple(a.name for a in arguments if a.source.kind in _ALIGNED_KINDS or a.source.name == "kv_pool"),
+        tuple(a.name for a in arguments if _is_divisible_by_16(a.source)),
         fp_fusion,
     )
     x, y, z = (*grid, ONE, ONE)[:3]
     return LaunchSpec(spec, (x, y, z), tuple(a.source for a in arguments))
+
+
+def _is_divisible_by_16(source: Arg) -> bool:
+    if source.kind == "i32":
+        return source.value % 16 == 0
+    return source.kind in _ALIGNED_KINDS or source.name == "kv_pool"
 
 
 def groups_and_dim(kind: TensorType) -> tuple[int, int]:

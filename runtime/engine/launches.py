@@ -12,6 +12,10 @@ from typing import Any
 
 from tapeout.runtime.engine.codec import decode, encode
 
+#: What kernels and the executor agree on beyond this table's form: what argument kinds and step buffers
+#: mean, how sampling parameters lie in memory, what is passed for scratch. Raised when any of it changes.
+KERNEL_ABI = 1
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -23,6 +27,8 @@ class Kernel:
         threads: per block. shared_bytes: dynamic shared memory per block.
         scratch_bytes: global memory every block wants, aligned to 128; 0 for most.
         scratch_pointers: trailing pointer parameters beyond `args` (the first gets the scratch).
+        overlap: its blocks may start before the launch ahead of it has ended (programmatic dependent
+            launch): it waits by itself before it touches what other launches write or read.
     """
 
     blob: str
@@ -31,6 +37,7 @@ class Kernel:
     shared_bytes: int
     scratch_bytes: int
     scratch_pointers: int
+    overlap: bool
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class RangeLaunches:
-    """What runs for row counts up to `max_rows` (those of the tactic range of the same bound)."""
+    """What runs for row counts up to `max_rows`; `tactic` names it ("" for sampling)."""
 
     max_rows: int
+    tactic: str
     workspace_bytes: int
     launches: tuple[Launch, ...]
 
@@ -80,6 +88,7 @@ class LaunchTable:
         sm: compute capability times ten that the cubins are for, for example 90.
         kernels: every distinct kernel.
         ranges: signature key to its ranges, ascending.
+        decode_ranges: the same for steps in which every sequence has one row, where it differs.
         row_buckets: padded token row counts, ascending; the last is max_num_tokens.
         logit_buckets: padded logit row counts, ascending; the last is max_batch_size.
         workspace_bytes: memory shared by all tactics, beside the arena.
@@ -91,6 +100,7 @@ class LaunchTable:
     sm: int
     kernels: tuple[Kernel, ...]
     ranges: Mapping[str, tuple[RangeLaunches, ...]]
+    decode_ranges: Mapping[str, tuple[RangeLaunches, ...]]
     row_buckets: tuple[int, ...]
     logit_buckets: tuple[int, ...]
     workspace_bytes: int

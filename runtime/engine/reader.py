@@ -25,7 +25,7 @@ from tapeout.runtime.engine.container import (
     parse_entries,
 )
 from tapeout.runtime.engine.integrity import Verifier
-from tapeout.runtime.engine.launches import LaunchTable
+from tapeout.runtime.engine.launches import KERNEL_ABI, LaunchTable
 from tapeout.runtime.engine.manifest import FORMAT_VERSION, Manifest
 from tapeout.runtime.engine.program import Program
 
@@ -137,6 +137,23 @@ class Engine:
         return (self.path,) if self._weights is self._file else (self.path, self._weights.path)
 
     @property
+    def dummy_seed(self) -> str | None:
+        """Seed of the random weights that stand in for the model's; None when it has the model's own."""
+        return self._weights.metadata.get("dummy")
+
+    @property
+    def shared_weights_path(self) -> Path | None:
+        """Where the shared weight file stands, or has to; None when the engine embeds its weights."""
+        if self.manifest.weights.get("storage") != "shared":
+            return None
+        return _shared_path(self.path, self.manifest)
+
+    @property
+    def shared_seal(self) -> bytes:
+        """Seal of the shared weight file this engine was built with (SHA-256 over its checksums)."""
+        return self._file.verifier.shared_seal
+
+    @property
     def text_names(self) -> tuple[str, ...]:
         return self._names("text")
 
@@ -176,6 +193,11 @@ class Engine:
             "total": self._file.file_bytes + shared,
         }
 
+    def verify(self) -> None:
+        """Kernels, texts and weights against their checksums; reads the whole file once."""
+        self._file.verifier.check_blobs()
+        self._weights.verifier.check_weights()
+
     def verify_all(self) -> None:
         """Read every byte again and compare all checksums, SHA-256 of the weights included."""
         for file in {id(f): f for f in (self._file, self._weights)}.values():
@@ -214,18 +236,18 @@ def open_engine(path: str | Path, *, verify: bool = True, weights: bool = True) 
         stack.callback(file.close)
         manifest = Manifest.from_json(_json(file, "manifest"))
         program = Program.from_json(_json(file, "program"))
-        launches = LaunchTable.from_json(_json(file, "launches")) if "launches" in file.metadata else None
+        launches = _launches(file)
         if manifest.format_version != FORMAT_VERSION:
             raise _other_version(str(path), str(manifest.format_version))
         weights_file = None
         if weights and manifest.weights.get("storage") == "shared":
             weights_file = _open_shared(path, manifest, file.verifier.shared_seal)
             stack.callback(weights_file.close)
+        engine = Engine(file, weights_file, manifest, program, launches)
         if verify:
-            file.verifier.check_blobs()
-            (weights_file or file).verifier.check_weights()
+            engine.verify()
         stack.pop_all()
-        return Engine(file, weights_file, manifest, program, launches)
+        return engine
 
 
 def open_weights_file(path: Path) -> MappedFile:
@@ -253,15 +275,20 @@ def _open_file(path: Path, kind: str) -> MappedFile:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}", hint=_WRONG_FILE) from None
 
 
-def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
-    name, digest = manifest.weights.get("file"), manifest.weights.get("digest")
+def _shared_path(path: Path, manifest: Manifest) -> Path:
+    name = manifest.weights.get("file")
     if not isinstance(name, str) or not name or Path(name).name != name:
         raise EngineCorruptError(f"{path}: the manifest names no shared weight file: {name!r}", hint=REBUILD)
-    shared = path.parent / name
+    return path.parent / name
+
+
+def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
+    shared, digest = _shared_path(path, manifest), manifest.weights.get("digest")
+    name = shared.name
     if not shared.is_file():
         raise EngineError(
             f"{path} keeps its weights in {name}, which does not stand beside it",
-            hint="copy both files into one directory, or build with --weights embedded",
+            hint=f"copy it there, or make it from the model: tapeout weights {path.name} MODEL",
         )
     file = _open_file(shared, KIND_WEIGHTS)
     if file.metadata.get("digest") == digest and "dummy" in file.metadata:
@@ -276,6 +303,19 @@ def _open_shared(path: Path, manifest: Manifest, seal: bytes) -> MappedFile:
             hint="copy the weight file that was built together with this engine, or build again",
         )
     return file
+
+
+def _launches(file: MappedFile) -> LaunchTable | None:
+    """The launches of a cuda engine, if this runtime can replay them."""
+    if "launches" not in file.metadata:
+        return None
+    abi = file.metadata.get("kernel_abi", "none")
+    if abi != str(KERNEL_ABI):  # before the table is looked at, which another version may write otherwise
+        raise EngineIncompatibleError(
+            f"{file.path} has kernels for kernel ABI {abi}, this tapeout's is {KERNEL_ABI}",
+            hint=f"rebuild it with this version: tapeout build MODEL -o {file.path.name}",
+        )
+    return LaunchTable.from_json(_json(file, "launches"))
 
 
 def _json(file: MappedFile, key: str) -> Any:

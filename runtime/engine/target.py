@@ -36,8 +36,11 @@ class GpuFacts:
     driver_version: int
 
 
-def check_target(engine: Engine, host: HostCpu) -> None:
-    """Raise EngineIncompatibleError, naming both targets, unless `host` can run `engine`."""
+def check_target(engine: Engine, host: HostCpu, *, strict_sku: bool = False) -> None:
+    """Raise EngineIncompatibleError, naming both targets, unless `host` can run `engine`.
+
+    A CPU engine's level is what a GPU engine's model is: a later level runs it, unless `strict_sku`.
+    """
     target = engine.manifest.target
     kind, _, level = target.partition(":")
     here = f"cpu:{host.level}"
@@ -49,15 +52,17 @@ def check_target(engine: Engine, host: HostCpu) -> None:
             f"{engine.path} was built for {target}, this machine is {here}",
             hint="an engine runs on the CPU level it was built on and on later ones: build it on the oldest",
         )
+    if strict_sku and host.level != level:
+        raise EngineIncompatibleError(
+            f"{engine.path} was built for {target}, this machine is {here}: a later level, which "
+            "--strict-sku refuses",
+            hint="build it on this machine, or leave out --strict-sku: it runs, with its level's tactics",
+        )
 
 
 def check_gpu(engine: Engine, gpu: GpuFacts) -> None:
-    """Raise EngineIncompatibleError unless `gpu` and its driver can run `engine`'s kernels.
-
-    Another GPU model of the same compute capability runs them, but they were chosen for another
-    number of multiprocessors: that is a warning in the log.
-    """
-    target, table = engine.manifest.target, engine.launches
+    """Raise EngineIncompatibleError unless `gpu` and its driver can run `engine`'s kernels."""
+    table = engine.launches
     if table is None:
         raise not_for(engine, "but holds no launches for a GPU")
     if gpu.sm != table.sm:
@@ -70,18 +75,47 @@ def check_gpu(engine: Engine, gpu: GpuFacts) -> None:
             f"{engine.path} holds kernels made with CUDA {needed}, this machine's driver is for CUDA {have}",
             hint=f"install a driver for CUDA {needed.partition('.')[0]}.0 or newer",
         )
+
+
+def check_sku(engine: Engine, gpu: GpuFacts, *, strict: bool) -> None:
+    """Is `gpu` of the model that `engine`'s tactics were chosen for?
+
+    Another model of the same compute capability runs the kernels, but they were chosen for another
+    number of multiprocessors. That is a warning in the log; with `strict` it is an
+    EngineIncompatibleError, and so is an engine that names no model.
+    """
+    target = engine.manifest.target
     sku = target.removeprefix("cuda:")
-    if not sku.startswith("sm_") and not _is_model(gpu.name, sku):
-        logger.warning(
-            "%s was built for %s, this GPU is %s: it runs, with tactics chosen for another model",
-            engine.path, target, gpu.name,
-        )  # fmt: skip
+    if sku.startswith("sm_"):
+        if strict:
+            raise EngineIncompatibleError(
+                f"{engine.path} was built for {target}, which is every GPU of that compute capability: "
+                f"it names no model that --strict-sku could compare with this GPU, {gpu.name}",
+                hint="build it for a model, tapeout build MODEL --target cuda:SKU, or leave out --strict-sku",
+            )
+        return
+    if is_model(gpu.name, sku):
+        return
+    if strict:
+        raise EngineIncompatibleError(
+            f"{engine.path} was built for {target}, this GPU is {gpu.name}: another model of sm_{gpu.sm}, "
+            "which --strict-sku refuses",
+            hint="build it for this GPU's model (tapeout build MODEL --target cuda:SKU), or leave out "
+            f"--strict-sku: it runs, with tactics chosen for {target}",
+        )
+    logger.warning(
+        "%s was built for %s, this GPU is %s: it runs, with tactics chosen for another model",
+        engine.path, target, gpu.name,
+    )  # fmt: skip
 
 
-def _is_model(name: str, sku: str) -> bool:
-    """Is a GPU of this name of the model `sku`? "NVIDIA GeForce RTX 5090" is an rtx5090."""
+def is_model(name: str, sku: str) -> bool:
+    """Is a GPU of this name of the model `sku`? "NVIDIA GeForce RTX 5090" is an rtx5090.
+
+    A MIG slice ("NVIDIA H200 MIG 1g.18gb") is of no model: it has a part of the multiprocessors.
+    """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    return sku in words or any(a + b == sku for a, b in pairwise(words))
+    return "mig" not in words and (sku in words or any(a + b == sku for a, b in pairwise(words)))
 
 
 def not_for(engine: Engine, why: str) -> EngineIncompatibleError:

@@ -10,6 +10,7 @@ from tapeout.plugins.native.host import detect_host
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_target
 from tapeout.runtime.host_memory import available_host_bytes
+from tapeout.runtime.laps import Laps
 
 if TYPE_CHECKING:
     from tapeout.runtime.executors.cpu import CpuExecutor
@@ -25,17 +26,21 @@ def load_executor(
     threads: int | None = None,
     release_weights: bool = False,
     max_buckets: int = 64,
+    laps: Laps | None = None,
 ) -> CpuExecutor | CudaExecutor:
     """The executor of the engine's target, ready to replay; imports what that target needs.
 
     `num_pages` pages of KV cache. On `cpu`: `threads` for kernels (None: the library's default);
     `release_weights` trades speed for memory: no weight stays in memory after its record;
-    `max_buckets` bound row counts are kept. Raises CapacityError when memory is short,
-    EngineIncompatibleError when the engine was built for another target, UsageError when a package it
-    needs is not installed.
+    `max_buckets` bound row counts are kept; `laps` gets the seconds of the parts. Raises CapacityError
+    when memory is short, EngineIncompatibleError when the engine was built for another target,
+    UsageError when a package it needs is not installed.
     """
+    laps = laps or Laps()
     if is_cuda(engine):
-        return _cuda_module(engine).CudaExecutor(engine, num_pages=num_pages)
+        module = _cuda_module(engine)
+        laps.lap("executor_import")
+        return module.CudaExecutor(engine, num_pages=num_pages, laps=laps)
     check_target(engine, detect_host())
     try:
         import torch  # noqa: F401
@@ -45,18 +50,33 @@ def load_executor(
         ) from None
     from tapeout.runtime.executors.cpu import CpuExecutor
 
+    laps.lap("executor_import")
     return CpuExecutor(
-        engine, num_pages=num_pages, threads=threads, release_weights=release_weights, max_buckets=max_buckets
+        engine,
+        num_pages=num_pages,
+        threads=threads,
+        release_weights=release_weights,
+        max_buckets=max_buckets,
+        laps=laps,
     )
 
 
-def memory_left(engine: Engine) -> int:
+def memory_left(engine: Engine, *, strict_sku: bool = False) -> int:
     """Bytes free for the KV cache beside weights and activations, where the engine runs.
 
-    Asked before anything is loaded: a machine that cannot run a cuda engine at all is told here.
+    Asked before anything is loaded: a machine that cannot run the engine at all is told here.
+
+    Args:
+        strict_sku: refuse another GPU model of the engine's compute capability, or a later CPU level
+            than the engine's, which run it with tactics that were chosen for another machine.
+
+    Raises:
+        EngineIncompatibleError, UsageError: as `load_executor`.
+        CapacityError: weights, arena and one page of KV cache alone are too much for the GPU.
     """
     if is_cuda(engine):
-        return _cuda_module(engine).device_memory_left(engine)
+        return _cuda_module(engine).device_memory_left(engine, strict_sku=strict_sku)
+    check_target(engine, detect_host(), strict_sku=strict_sku)
     weights = sum(info.size_bytes for info in engine.weights.values())
     return max(available_host_bytes() - weights - engine.program.arena_bytes, 0)
 

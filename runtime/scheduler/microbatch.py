@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
-from tapeout.runtime.scheduler.request import Request
+import numpy as np
+
+from tapeout.runtime.scheduler.running import Running
+
+_UNLIMITED = np.iinfo(np.int32).max
 
 
 class Reason(StrEnum):
@@ -40,26 +44,73 @@ class Skipped(NamedTuple):
     reason: Reason
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """What runs in one step: context rows first, then generation, and why.
 
-    Together with the admissions of the step (see `capacity`) this explains every decision.
+    Together with the admissions of the step (see `capacity`) this explains every decision. B sequences;
+    the numbers are arrays, and what names requests one by one is made when somebody asks.
+
+    Attributes:
+        request_ids, slots: [B] whose rows they are.
+        starts, ends: [B] positions of its rows. samples: [B] whether the last row's logits give an
+            output token.
+        context_reasons: of the first sequences; the others generate.
+        left_out: ids of running requests without rows, by reason.
     """
 
     step: int
-    context: tuple[Scheduled, ...]
-    generation: tuple[Scheduled, ...]
-    skipped: tuple[Skipped, ...]
+    request_ids: np.ndarray
+    slots: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    samples: np.ndarray
+    context_reasons: tuple[Reason, ...]
+    left_out: tuple[tuple[Reason, np.ndarray], ...]
 
     @property
-    def scheduled(self) -> tuple[Scheduled, ...]:
-        """All rows in packed order."""
-        return self.context + self.generation
+    def num_sequences(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_context(self) -> int:
+        """Context sequences, which stand before the others."""
+        return len(self.context_reasons)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """[B] rows of each sequence."""
+        return self.ends - self.starts
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.context) + len(self.generation)
+        return int(self.sizes.sum())
+
+    @property
+    def sampled_slots(self) -> np.ndarray:
+        """[R] slots of the rows that give an output token, in packed order."""
+        # Generation always samples; so does all context but cut prompts.
+        return self.slots if not self.context_reasons else self.slots[self.samples]
+
+    @cached_property
+    def scheduled(self) -> tuple[Scheduled, ...]:
+        """All sequences in packed order."""
+        columns = (self.request_ids, self.slots, self.starts, self.sizes, self.samples)
+        generation = (Reason.GENERATION,) * (self.num_sequences - self.num_context)
+        rows = zip(*(c.tolist() for c in columns), self.context_reasons + generation, strict=True)
+        return tuple(Scheduled(*row) for row in rows)
+
+    @property
+    def context(self) -> tuple[Scheduled, ...]:
+        return self.scheduled[: self.num_context]
+
+    @property
+    def generation(self) -> tuple[Scheduled, ...]:
+        return self.scheduled[self.num_context :]
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        return tuple(Skipped(name, reason) for reason, names in self.left_out for name in names.tolist())
 
 
 class MicroBatchScheduler:
@@ -74,57 +125,84 @@ class MicroBatchScheduler:
 
     def __init__(self, *, max_num_tokens: int, chunk_tokens: int | None = None) -> None:
         self.max_num_tokens = max_num_tokens
-        self.chunk_tokens = chunk_tokens
+        # More than any prompt has stands for no limit.
+        self._most_tokens = min(chunk_tokens or _UNLIMITED, _UNLIMITED)
 
-    def plan(self, step: int, running: Iterable[Request]) -> StepPlan:
-        """Plan step `step` over the running requests, given in order of admission."""
-        context: list[Request] = []
-        generation: list[Request] = []
-        skipped: list[Skipped] = []
-        for request in running:
-            if request.cached_tokens < request.prompt_tokens:
-                context.append(request)
-            elif request.planned_tokens < request.max_tokens:
-                generation.append(request)
-            else:
-                skipped.append(Skipped(request.request_id, Reason.ALL_PLANNED))
+    def plan(self, step: int, running: Running) -> StepPlan:
+        """Plan step `step` over the running requests."""
+        slots = running.order
+        starts = running.cached_tokens[slots]
+        wants_context = starts < running.prompt_tokens[slots]
+        wants_tokens = running.planned_tokens[slots] < running.max_tokens[slots]
+        context, generation = slots[:0], slots
+        left_out: list[tuple[Reason, np.ndarray]] = []
+        if wants_context.any():
+            context = slots[wants_context]
+            generation, wants_tokens = slots[~wants_context], wants_tokens[~wants_context]
+        if not wants_tokens.all():
+            left_out.append((Reason.ALL_PLANNED, generation[~wants_tokens]))
+            generation = generation[wants_tokens]
 
-        room = self.max_num_tokens - self._reserved(step, context, generation)
+        room = self.max_num_tokens - self._reserved(step, running, context, generation)
         if len(generation) > room:
-            turn = sorted(generation, key=lambda r: r.last_step)  # stable: ties by admission
-            later = {r.request_id for r in turn[room:]}
-            skipped += [Skipped(r.request_id, Reason.NO_BUDGET) for r in turn[room:]]
-            generation = [r for r in generation if r.request_id not in later]
-        rows = tuple(
-            Scheduled(r.request_id, r.slot, r.cached_tokens, 1, True, Reason.GENERATION) for r in generation
-        )
-        chunks, left_out = self._fill(context, self.max_num_tokens - len(rows))
-        return StepPlan(step, chunks, rows, tuple(skipped + left_out))
+            turn = np.argsort(running.last_step[generation], kind="stable")  # ties by admission
+            left_out.append((Reason.NO_BUDGET, generation[turn[room:]]))
+            generation = generation[np.sort(turn[:room])]
+        if len(context) == 0:
+            return _step_plan(step, running, generation, 1, (), left_out)
+        sizes, reasons = self._fill(running, context, self.max_num_tokens - len(generation))
+        served = len(sizes)
+        if served < len(context):
+            left_out.append((Reason.NO_BUDGET, context[served:]))
+        slots = np.concatenate([context[:served], generation])
+        sizes = np.concatenate([sizes, np.ones(len(generation), np.int32)])
+        return _step_plan(step, running, slots, sizes, reasons, left_out)
 
-    def _reserved(self, step: int, context: list[Request], generation: list[Request]) -> int:
+    def _reserved(self, step: int, running: Running, context: np.ndarray, generation: np.ndarray) -> int:
         """Rows kept for context although generation could take them."""
-        if not context or len(generation) < self.max_num_tokens:
+        if len(context) == 0 or len(generation) < self.max_num_tokens:
             return 0
         if self.max_num_tokens > 1:
             return 1
         # Not compared with generation's last step: who ran in the step before may be gone by now.
-        return int(max(r.last_step for r in context) < step - 1)
+        return int(running.last_step[context].max() < step - 1)
 
-    def _fill(self, context: list[Request], budget: int) -> tuple[tuple[Scheduled, ...], list[Skipped]]:
-        chunks: list[Scheduled] = []
-        left_out: list[Skipped] = []
-        for request in context:
-            if budget == 0:
-                left_out.append(Skipped(request.request_id, Reason.NO_BUDGET))
-                continue
-            rest = request.prompt_tokens - request.cached_tokens
-            size, reason = rest, Reason.LAST_CHUNK
-            if self.chunk_tokens is not None and size > self.chunk_tokens:
-                size, reason = self.chunk_tokens, Reason.CHUNK_BY_LIMIT
-            if size > budget:
-                size, reason = budget, Reason.CHUNK_BY_BUDGET
-            chunks.append(
-                Scheduled(request.request_id, request.slot, request.cached_tokens, size, size == rest, reason)
-            )
-            budget -= size
-        return tuple(chunks), left_out
+    def _fill(
+        self, running: Running, context: np.ndarray, budget: int
+    ) -> tuple[np.ndarray, tuple[Reason, ...]]:
+        """Tokens for the first of the context requests, as many as get any, and why."""
+        rest = running.prompt_tokens[context] - running.cached_tokens[context]
+        wanted = np.minimum(rest, self._most_tokens)
+        before = np.cumsum(wanted, dtype=np.int32) - wanted
+        served = int(np.searchsorted(before, budget))
+        sizes = np.minimum(wanted, budget - before)[:served]
+        whole, uncut = sizes == rest[:served], sizes == wanted[:served]
+        reasons = tuple(
+            Reason.LAST_CHUNK if w else Reason.CHUNK_BY_LIMIT if u else Reason.CHUNK_BY_BUDGET
+            for w, u in zip(whole.tolist(), uncut.tolist(), strict=True)
+        )
+        return sizes, reasons
+
+
+def _step_plan(
+    step: int,
+    running: Running,
+    slots: np.ndarray,
+    sizes: np.ndarray | int,
+    reasons: tuple[Reason, ...],
+    left_out: list[tuple[Reason, np.ndarray]],
+) -> StepPlan:
+    starts = running.cached_tokens[slots]
+    samples = np.ones(len(slots), bool)
+    samples[: len(reasons)] = [reason is Reason.LAST_CHUNK for reason in reasons]
+    names = running.request_ids
+    return StepPlan(
+        step=step,
+        request_ids=names[slots],
+        slots=slots,
+        starts=starts,
+        ends=starts + sizes,
+        samples=samples,
+        context_reasons=reasons,
+        left_out=tuple((reason, names[left]) for reason, left in left_out),
+    )

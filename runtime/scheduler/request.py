@@ -46,10 +46,13 @@ class TokenSink(Protocol):
     """Where a request's tokens go. Called by the loop, in order, under its lock."""
 
     def on_token(self, token_id: int, logprobs: dict[int, Logprob] | None, ending: bool) -> str | None:
-        """Take one token. `ending` = it is an EOS or stop id that ends the request.
+        """Take one token of a request that is watched. `ending` = it is an EOS or stop id that ends it.
 
         Returns the stop string that the text now holds, or None.
         """
+
+    def on_tokens(self, token_ids: list[int], ending: bool) -> None:
+        """Take the next tokens of a request that is not watched; `ending` is about the last of them."""
 
     def on_finish(self, finish: Finish, times: RequestTimes) -> None:
         """The request has ended; no more tokens follow."""
@@ -57,19 +60,15 @@ class TokenSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request from arrival to release.
-
-    What is *planned* runs ahead of what is *read* by up to one step: the planner counts tokens
-    whose ids the host has not seen yet.
+    """A request from arrival to release. Its numbers while it runs stand in `Running`, by slot.
 
     Attributes:
         max_tokens: tokens to generate at most, already bounded by the engine's limits.
         eos_token_ids, stop_token_ids: ids that end it once `min_tokens` are out.
+        watched: the sink sees every token as soon as it is read, because its text can end the request or
+            its logprobs are wanted. Otherwise it gets them together: at the end, or when it is asked.
         slot: executor slot and page table, -1 while waiting and after release.
-        cached_tokens: tokens in the KV cache after all submitted steps.
-        planned_tokens: output tokens sampled by all submitted steps.
-        output_tokens: output tokens read.
-        last_step: index of the last submitted step it is part of, -1 before.
+        handed_tokens: tokens a sink that does not watch has been given.
     """
 
     request_id: str
@@ -80,11 +79,9 @@ class Request:
     times: RequestTimes
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    watched: bool = True
     slot: int = -1
-    cached_tokens: int = 0
-    planned_tokens: int = 0
-    output_tokens: int = 0
-    last_step: int = -1
+    handed_tokens: int = 0
     finish: Finish | None = None
     ending_ids: frozenset[int] = field(init=False)
 

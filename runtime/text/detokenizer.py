@@ -25,30 +25,44 @@ class Detokenizer:
 
     Args:
         decode: ids to text, for example `Tokenizer.decode`.
+        byte_fallback: bytes that are no UTF-8 are replaced in runs, as described above.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, byte_fallback: bool = True) -> None:
         self._decode = decode
+        self._byte_fallback = byte_fallback
         self._ids: list[int] = []  # the window
         self._boundary = 0  # window index up to which text was whole when last given out
         self._given = ""  # text of the window that has been given out
         self._text = ""  # text of the whole window
+        self._slide_is_due = False
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this id; often "" in the middle of a character."""
+        self._slide()
         self._ids.append(token_id)
         self._text = self._decode(self._ids)
         if not self._text.startswith(self._given):
             self._restart()
-        certain = _without_partial(self._text)
-        piece = certain[len(self._given) :]
-        if piece:
-            self._given = certain
-        if len(certain) == len(self._text) and piece:
-            self._slide()
-        elif len(self._ids) > _WINDOW_TOKENS:
-            self._shorten()
-        return piece
+        return self._give(_without_partial(self._text))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with these ids: what pushing one after the other gives, decoded at once.
+
+        Only where that is sure to be the same: the text must be whole after the last id, and must not
+        hold bytes whose meaning depends on how many were decoded together. Otherwise halves are tried.
+        """
+        if len(token_ids) < 2:
+            return "".join(map(self.push, token_ids))
+        self._slide()
+        text = self._decode([*self._ids, *token_ids])
+        doubtful = text.endswith(_REPLACEMENT) or (self._byte_fallback and _REPLACEMENT in text)
+        if text.startswith(self._given) and not doubtful:
+            self._ids += token_ids
+            self._text = text
+            return self._give(text)
+        half = len(token_ids) // 2
+        return self.push_all(token_ids[:half]) + self.push_all(token_ids[half:])
 
     def flush(self) -> str:
         """The held-back rest, once, at the end of the output."""
@@ -56,8 +70,25 @@ class Detokenizer:
         self._given = self._text
         return piece
 
+    def _give(self, certain: str) -> str:
+        """What is new in `certain`, the window's text without a partial character at its end."""
+        piece = certain[len(self._given) :]
+        if piece:
+            self._given = certain
+        if len(certain) == len(self._text) and piece:
+            self._slide_is_due = True
+        elif len(self._ids) > _WINDOW_TOKENS:
+            self._shorten()
+        return piece
+
     def _slide(self) -> None:
-        """Start the window at the boundary before this one: ids that gave visible text."""
+        """Start the window at the boundary before the last one: ids that gave visible text.
+
+        Left until the next id, because the last slide of an output would be for nothing.
+        """
+        if not self._slide_is_due:
+            return
+        self._slide_is_due = False
         del self._ids[: self._boundary]
         self._boundary = len(self._ids)
         self._text = self._decode(self._ids)

@@ -264,7 +264,13 @@ def test_a_written_report_is_what_json_prints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "limit"),
-    [((9, 1, 1), "--quantize"), ((1, 9, 1), "--max-num-tokens"), ((1, 1, 9), "--max-seq-len")],
+    [
+        ((9, 1, 1), "--quantize"),
+        ((1, 9, 1), "arena is largest: lower --max-num-tokens"),
+        ((1, 1, 9), "--max-seq-len"),
+        ((1, 1, 1, 9), "workspace is largest: lower --max-num-tokens"),
+    ],
 )
-def test_advice_names_the_limit_of_the_largest(plan: tuple[int, int, int], limit: str) -> None:
+def test_advice_names_the_limit_of_the_largest(plan: tuple[int, ...], limit: str) -> None:
     assert limit in MemoryPlan(*plan).advice()
+    assert MemoryPlan(*plan).total_bytes == sum(plan)

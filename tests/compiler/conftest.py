@@ -23,7 +23,7 @@ from tapeout.compiler.graph import Graph, read_weights, run_graph
 from tapeout.compiler.ir import Module
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
+from tapeout.compiler.pipeline import Pass, expected_matches, passes_for, run_passes
 from tapeout.model_defs import ModelSource, open_model
 from tapeout.model_defs.weights import CONST_PREFIX, run_recipe
 
@@ -106,6 +106,7 @@ class Family:
     path: Path
     dtype: str
     packed: Packed
+    target: str = "cpu"
     trace_nodes: int = 0
     trace_ops: Counter[str] = field(default_factory=Counter)
     counts: dict[str, int] = field(default_factory=dict)
@@ -126,9 +127,13 @@ class Family:
         """
         graph, _ = trace_source(self.source, self.dtype)
         self.trace_nodes, self.trace_ops = len(graph.graph.nodes), ops(graph)
-        expected = expected_matches(self.source.config)
-        self.counts = run_passes(graph, passes_for(BuildOptions()), expected, after_each=self._record)
+        expected = expected_matches(self.source.config, self.passes)
+        self.counts = run_passes(graph, self.passes, expected, after_each=self._record)
         return graph
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return passes_for(BuildOptions(target=self.target))
 
     @cached_property
     def module(self) -> Module:
@@ -170,18 +175,23 @@ class Family:
 
 @pytest.fixture(scope="session")
 def family(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Family]:
-    """`family("llama", dtype="float32", lengths=(13, 7), **config)`: traced and fused once a session."""
+    """`family("llama", target="cpu", dtype="float32", lengths=(13, 7), **config)`: fused once a session."""
     made: dict[str, Family] = {}
 
     def get(
-        model_type: str, *, dtype: str = "float32", lengths: tuple[int, ...] = (13, 7), **config: Any
+        model_type: str,
+        *,
+        target: str = "cpu",
+        dtype: str = "float32",
+        lengths: tuple[int, ...] = (13, 7),
+        **config: Any,
     ) -> Family:
-        key = repr((model_type, dtype, lengths, sorted(config.items())))
+        key = repr((model_type, target, dtype, lengths, sorted(config.items())))
         if key not in made:
             path = models.make_tiny(model_type, tmp_path_factory.mktemp(model_type) / "model", **config)
             draw = np.random.default_rng(7)
             sequences = tuple(tuple(draw.integers(5, models.VOCAB_SIZE, n).tolist()) for n in lengths)
-            made[key] = Family(path, dtype, Packed(sequences))
+            made[key] = Family(path, dtype, Packed(sequences), target)
         return made[key]
 
     return get

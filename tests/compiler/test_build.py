@@ -182,6 +182,20 @@ class TestDryRun:
         parameters = sum(a.nbytes for a in tensors.values())
         assert parameters <= report.memory.weights_bytes <= parameters + 1024
         assert report.memory.total_bytes > report.memory.kv_cache_bytes > report.memory.arena_bytes > 0
+        assert report.memory.workspace_bytes == 0  # CPU tactics have none
+
+    def test_the_memory_of_a_gpu_has_the_workspace(
+        self, checkpoint: Path, tmp_path: Path, options: Options
+    ) -> None:
+        """Planned before kernels are compiled: at most what the engine then asks for."""
+        chosen: dict[str, Any] = {"target": "cuda:sm_90", "tokens_per_page": 16, "max_seq_len": 512}
+        planned = build(str(checkpoint), tmp_path / "m.engine", options(dry_run=True, **chosen)).memory
+        memory = build(str(checkpoint), tmp_path / "m.engine", options(**chosen)).memory
+        with open_engine(tmp_path / "m.engine") as engine:
+            assert engine.launches is not None
+            expected = engine.launches.workspace_bytes + engine.launches.scratch_bytes
+        assert memory.workspace_bytes == expected >= planned.workspace_bytes > 0
+        assert memory.total_bytes - memory.workspace_bytes == planned.total_bytes - planned.workspace_bytes
 
 
 class TestPrecisions:

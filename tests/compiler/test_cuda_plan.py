@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import onnx
 import pytest
 from click.testing import CliRunner
 
@@ -17,6 +18,8 @@ from tapeout.cli.main import cli
 from tapeout.compiler import cuda_plan
 from tapeout.compiler.build import build
 from tapeout.compiler.cuda_plan import buckets, check_alignment, choose_cuda
+from tapeout.compiler.onnx_export import export_engine
+from tapeout.compiler.onnx_export.op_schemas import DOMAIN
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.targets import SKUS, cuda_target
 from tapeout.plugins.case import signature
@@ -214,6 +217,20 @@ def test_a_dry_run_compiles_nothing(
     assert [w.split(" are ")[0] for w in report.warnings] == ["tactics for cuda:h200", *report.warnings[1:]]
     assert f"timing cache {cache} is not used" in report.warnings[1]
     assert list(tmp_path.iterdir()) == []
+    fused = ("fuse_rope_attention", "norm_selected_rows", "fuse_linear_add", "fuse_norm_linear")
+    assert [report.passes[name] for name in fused] == [2, 1, 4, 5]
+
+
+def test_the_graph_of_an_engine_for_a_gpu_is_exported(built: Callable[..., Path]) -> None:
+    """Its rows are padded in the program, which the graph is compared with."""
+    path = built("cuda:sm_90")
+    export_engine(path, path.with_suffix(".onnx"))
+    model = onnx.load(path.with_suffix(".onnx"), load_external_data=False)
+    onnx.checker.check_model(path.with_suffix(".onnx"), full_check=True, check_custom_domain=True)
+    ours = [n.op_type for n in model.graph.node if n.domain == DOMAIN]
+    layer = ["norm_linear", "rope_attention", "linear_add", "norm_linear", "linear_add"]
+    assert ours == ["rope_table", *layer, *layer, "norm_linear"]
+    assert [o.name for o in model.graph.output] == ["logits", "kv_pool_out"]
 
 
 # ---- choosing -------------------------------------------------------------------------------
@@ -231,7 +248,7 @@ BIG = Limits(max_batch_size=64, max_num_tokens=2048, max_seq_len=4096, tokens_pe
 
 
 def test_defaults_change_with_the_rows() -> None:
-    (row,) = choose_cuda({"x": linear()}, BIG, H200, batch_invariant=False).values()
+    (row,) = choose_cuda({"x": linear()}, BIG, H200, batch_invariant=False).mixed.values()
     assert [c.rows for c in row] == sorted({c.rows for c in row})
     assert row[-1].rows == 2048
     assert len({c.tactic.name for c in row}) > 1  # few rows and many want different kernels

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import tapeout.compiler.engine_writer as writer
+import tapeout.compiler.pending_file as pending_file
 from tapeout.compiler.engine_writer import check_output, write_engine
 from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import WeightRef
@@ -301,7 +302,7 @@ class TestFailure:
         assert (tmp_path / "e").read_bytes() == before
 
     def test_disk_full_before(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: _Usage(10))
+        monkeypatch.setattr(pending_file.shutil, "disk_usage", lambda _: _Usage(10))
         with pytest.raises(
             TapeoutError, match=r"no space left for .*e: it takes [\d,]+ bytes, 10 are free"
         ) as error:
@@ -317,7 +318,7 @@ class TestFailure:
             return real(fd, mode)
 
         monkeypatch.setattr(writer, "check_output", Path)
-        monkeypatch.setattr(writer.os, "fdopen", full)
+        monkeypatch.setattr(os, "fdopen", full)
         with pytest.raises(TapeoutError, match="no space left for") as error:
             write(tmp_path / "e")
         assert "space" in (error.value.hint or "")

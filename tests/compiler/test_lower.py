@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tapeout.compiler.build import trace_source
+from tapeout.compiler.describe import kv_cache_layout
 from tapeout.compiler.graph import aten
-from tapeout.compiler.ir import Operand
+from tapeout.compiler.ir import Operand, parse, whole
 from tapeout.compiler.lower import lower
 from tapeout.compiler.pipeline import PASSES, run_passes
 from tapeout.compiler.trace import trace
@@ -19,6 +20,8 @@ from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS
 from tapeout.runtime.engine.program import STEP_INPUTS
+
+CUDA = "cuda:sm_90"
 
 
 def test_a_layer_of_llama(family: Callable[..., Any]) -> None:
@@ -51,10 +54,53 @@ def test_a_layer_of_llama(family: Callable[..., Any]) -> None:
     assert [v.name for v in module.inputs] == list(STEP_INPUTS)
 
 
+def test_a_layer_of_llama_for_a_gpu(family: Callable[..., Any]) -> None:
+    module = family("llama", target=CUDA).module
+    layer = ["norm_linear", "rope_attention", "linear_add", "norm_linear", "linear_add"]
+    head = ["select_rows", "norm_linear"]
+    assert [n.op for n in module.nodes] == ["embedding", "rope_table", *layer, *layer, *head]
+    qkv, attention, o, gate_up, down = module.nodes[2:7]
+    (merged,), (table,) = qkv.outputs, module.nodes[1].outputs
+    assert merged.shape == ("T", 128)
+    # 4 query, 2 key and 2 value heads of 16 are windows of the product.
+    assert attention.inputs == (
+        Operand(merged.name, ("T", 4, 16), (128, 16, 1)),
+        Operand(merged.name, ("T", 2, 16), (128, 16, 1), 64),
+        Operand(merged.name, ("T", 2, 16), (128, 16, 1), 96),
+        whole(table),
+    )
+    assert attention.weights == ("", "", "")
+    assert [n.attrs["activation"] for n in (qkv, gate_up, module.nodes[-1])] == ["", "silu", ""]
+    assert [n.inputs[1].value for n in (o, down)] == ["%0", o.outputs[0].name]
+    assert gate_up.outputs[0].shape == ("T", 96)
+    assert module.logits.shape == ("R", 300)
+    assert parse(module.text()) == module
+
+
+def test_norms_of_heads_are_part_of_attention_on_a_gpu(family: Callable[..., Any]) -> None:
+    module = family("qwen3", target=CUDA).module
+    calls = [n for n in module.nodes if n.op == "rope_attention"]
+    assert [n.attrs["layer"] for n in calls] == [0, 1]
+    for index, call in enumerate(calls):
+        assert call.attrs["qk_norm"] is True
+        names = [f"model.layers.{index}.self_attn.{x}_norm.weight" for x in ("q", "k")]
+        assert call.weights == (*names, "")
+        assert {o.strides for o in call.inputs[:3]} == {(128, 16, 1)}
+    assert not [n for n in module.nodes if n.op in ("rms_norm", "rope", "linear", "add")]
+
+
+def test_layers_without_positions_keep_plain_attention(family: Callable[..., Any]) -> None:
+    module = family("smollm3", target=CUDA).module
+    calls = [(n.op, n.attrs["layer"]) for n in module.nodes if OPS[n.op].reads_cache]
+    assert calls == [("rope_attention", 0), ("paged_attention", 1)]
+    assert kv_cache_layout(module).layers == 2
+
+
+@pytest.mark.parametrize("target", ["cpu", CUDA])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "smollm3"])
-def test_every_window_lies_inside_its_value(family: Callable[..., Any], model_type: str) -> None:
+def test_every_window_lies_inside_its_value(family: Callable[..., Any], model_type: str, target: str) -> None:
     config = {"lengths": (33, 11), "sliding_window": 8} if model_type == "gemma2" else {}
-    module = family(model_type, **config).module
+    module = family(model_type, target=target, **config).module
     values = module.values()
     defined = {v.name for v in module.inputs}
     for node in module.nodes:

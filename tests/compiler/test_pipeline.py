@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from small_graph import HIDDEN, Lines, Make, T, norm, randn
 
 from tapeout.compiler.build import trace_source
 from tapeout.compiler.graph import Graph, aten
 from tapeout.compiler.near_miss import near_misses
+from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.passes.canonicalize import canonicalize
 from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
-from tapeout.compiler.pipeline import PASSES, expected_matches, run_passes
+from tapeout.compiler.passes.quantize_linears import quantize_linears
+from tapeout.compiler.pipeline import CUDA_PASSES, PASSES, expected_matches, passes_for, run_passes
 from tapeout.plugins.errors import UnsupportedError
 
 
@@ -47,6 +50,45 @@ class TestDriver:
         left: dict[str, list[str]] = {}
         run_passes(graph, PASSES, {}, after_each=lambda name, g: left.update({name: near_misses(g, name)}))
         assert {name: left[name] for name in counted} == {name: [] for name in counted}
+
+    def test_the_passes_for_gpus_have_such_places_too(self, family: Callable[..., Any]) -> None:
+        """Right before a pass and right after it: earlier passes make what later ones look for."""
+        source = family("llama").source
+        graph, _ = trace_source(source, "float32")
+        names = [p.__name__ for p in CUDA_PASSES]
+        seen: list[dict[str, list[str]]] = []
+        run_passes(
+            graph,
+            CUDA_PASSES,
+            expected_matches(source.config, CUDA_PASSES),
+            after_each=lambda name, g: seen.append({n: near_misses(g, n) for n in names}),
+        )
+        for name in ("fuse_rope_attention", "norm_selected_rows", "fuse_linear_add", "fuse_norm_linear"):
+            index = names.index(name)
+            assert seen[index - 1][name], name
+            assert seen[index][name] == [], name
+
+    def test_a_miss_among_them_names_its_layer(self, family: Callable[..., Any]) -> None:
+        source = family("llama").source
+        graph, _ = trace_source(source, "float32")
+        expected = expected_matches(source.config, CUDA_PASSES)
+
+        def read_a_rotation_twice(name: str, graph: Graph) -> None:
+            if name == "page_attention":
+                rope = graph.nodes(torch.ops.tapeout.rope.default)[1]
+                (output,) = graph.graph.find_nodes(op="output")
+                output.args = ((*output.args[0], rope),)
+
+        with pytest.raises(UnsupportedError) as caught:
+            run_passes(graph, CUDA_PASSES, expected, after_each=read_a_rotation_twice)
+        first, *places = caught.value.message.splitlines()
+        assert first.startswith("pass fuse_rope_attention matched 1 places, expected 2")
+        assert [p.rpartition(" in ")[2] for p in places] == ["model.layers.1.self_attn"]
+
+    def test_the_target_decides_which_passes_run(self) -> None:
+        assert passes_for(BuildOptions(target="cpu")) == passes_for(BuildOptions()) == PASSES
+        assert passes_for(BuildOptions(target="cuda:sm_90")) == CUDA_PASSES
+        assert passes_for(BuildOptions(quantize="int8-dynamic")) == (*PASSES, quantize_linears)
 
     def test_a_wrong_count_names_pass_and_both_numbers(self, small_graph: Make) -> None:
         graph = small_graph(Lines(lambda m, x: norm(x, m.w), w=(HIDDEN,)), x=randn(1, T, HIDDEN))

@@ -13,31 +13,37 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tapeout.compiler.build import trace_source
 from tapeout.compiler.graph import run_graph
-from tapeout.compiler.pipeline import PASSES, expected_matches
+from tapeout.compiler.pipeline import CUDA_PASSES, PASSES, expected_matches
 from tapeout.compiler.trace import INTERFACE, trace
 from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.plugins.errors import UnsupportedError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "phi3")
-PASS_NAMES = [p.__name__ for p in PASSES]
+CUDA = "cuda:sm_90"
+CUDA_FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "phi3", "smollm3")
+#: Every family on the CPU, those that differ in what is fused for GPUs.
+CASES = [*((f, "cpu") for f in FAMILIES), *((f, CUDA) for f in CUDA_FAMILIES)]
+PASS_NAMES = {t: [p.__name__ for p in passes] for t, passes in (("cpu", PASSES), (CUDA, CUDA_PASSES))}
 LOGITS_TOLERANCE = 1e-4
 
 # Windows of 8 with prompts of four windows: a window off by one changes the logits.
 WINDOW = {"gemma2": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8}}
 
 
-def get(family: Callable[..., Any], model_type: str) -> Any:
+def get(family: Callable[..., Any], model_type: str, target: str = "cpu") -> Any:
     if model_type in WINDOW:
-        return family(model_type, lengths=(33, 11), **WINDOW[model_type])
-    return family(model_type)
+        return family(model_type, target=target, lengths=(33, 11), **WINDOW[model_type])
+    return family(model_type, target=target)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_after_every_pass_the_graph_gives_hf_logits(family: Callable[..., Any], model_type: str) -> None:
-    tiny = get(family, model_type)
+@pytest.mark.parametrize(("model_type", "target"), CASES)
+def test_after_every_pass_the_graph_gives_hf_logits(
+    family: Callable[..., Any], model_type: str, target: str
+) -> None:
+    tiny = get(family, model_type, target)
     assert tiny.graph is not None
     expected = tiny.reference("float32")
-    assert list(tiny.logits) == PASS_NAMES
+    assert list(tiny.logits) == PASS_NAMES[target]
     for name, logits in tiny.logits.items():
         difference = (logits - expected).abs().max().item()
         assert difference <= LOGITS_TOLERANCE, f"after {name}: logits differ by {difference:.3g}"
@@ -55,12 +61,25 @@ def test_match_counts_are_the_facts(family: Callable[..., Any], model_type: str)
     assert tiny.counts["fuse_add_rms_norm"] == 2 * tiny.source.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_graph_shrinks(family: Callable[..., Any], model_type: str) -> None:
-    tiny = get(family, model_type)
+@pytest.mark.parametrize("model_type", CUDA_FAMILIES)
+def test_match_counts_for_gpus_are_the_facts(family: Callable[..., Any], model_type: str) -> None:
+    tiny = get(family, model_type, CUDA)
+    assert tiny.graph is not None
+    expected = expected_matches(tiny.source.config, CUDA_PASSES)
+    fused = {"fuse_rope_attention", "norm_selected_rows", "fuse_linear_add", "fuse_norm_linear"}
+    assert fused <= expected.keys()
+    assert None not in expected.values()
+    assert {name: tiny.counts[name] for name in expected} == expected
+    # The linears behind the norms took them all.
+    assert tiny.counts["fuse_add_rms_norm"] == 0
+
+
+@pytest.mark.parametrize(("model_type", "target"), CASES)
+def test_the_graph_shrinks(family: Callable[..., Any], model_type: str, target: str) -> None:
+    tiny = get(family, model_type, target)
     assert tiny.graph is not None
     nodes = {"trace": tiny.trace_nodes, **tiny.nodes}
-    assert nodes[PASS_NAMES[-1]] < nodes["trace"] / 2
+    assert nodes[PASS_NAMES[target][-1]] < nodes["trace"] / 2
     for (_, before), (name, after) in itertools.pairwise(nodes.items()):
         if name in ("canonicalize", "fuse_rms_norm", "fuse_rope"):
             assert after < before, name
@@ -70,7 +89,7 @@ def test_the_graph_shrinks(family: Callable[..., Any], model_type: str) -> None:
 def test_nothing_unfused_is_left(family: Callable[..., Any], model_type: str) -> None:
     tiny = get(family, model_type)
     assert tiny.graph is not None
-    left = tiny.ops[PASS_NAMES[-1]]
+    left = tiny.ops[PASS_NAMES["cpu"][-1]]
     for gone in ("aten.rsqrt.default", "aten.cat.default", "aten.cos.default", "aten.neg.default"):
         assert gone not in left
     assert "tapeout.attention.default" not in left
@@ -89,10 +108,13 @@ def test_the_window_is_what_makes_the_difference(family: Callable[..., Any]) -> 
     assert (other - tiny.reference("float32")[: other.shape[0]]).abs().max() > 100 * LOGITS_TOLERANCE
 
 
+@pytest.mark.parametrize("target", ["cpu", CUDA])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_the_final_graph_continues_from_its_cache(family: Callable[..., Any], model_type: str) -> None:
+def test_the_final_graph_continues_from_its_cache(
+    family: Callable[..., Any], model_type: str, target: str
+) -> None:
     """A chunk of each prompt, then the rest: the second step reads what the first wrote."""
-    tiny = get(family, model_type)
+    tiny = get(family, model_type, target)
     graph, weights, whole = tiny.graph, tiny.weights(tiny.graph), tiny.inputs()
     split = [9, 3]
     lengths = [len(s) for s in tiny.packed.sequences]
@@ -113,15 +135,16 @@ def test_the_final_graph_continues_from_its_cache(family: Callable[..., Any], mo
     assert (torch.cat(logits) - tiny.reference("float32")).abs().max() <= LOGITS_TOLERANCE
 
 
-def test_bfloat16_is_as_near_to_float32_as_hf_is(family: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("target", ["cpu", CUDA])
+def test_bfloat16_is_as_near_to_float32_as_hf_is(family: Callable[..., Any], target: str) -> None:
     """Kernels round at other places than HF's, so bfloat16 logits cannot be equal. What can be asked is
     that the graph is no worse an approximation of the float32 model than HF's own bfloat16 is, up to
     twice: the two errors are independent and of one size."""
-    tiny = family("llama", dtype="bfloat16")
+    tiny = family("llama", target=target, dtype="bfloat16")
     assert tiny.graph is not None
     exact, rounded = tiny.reference("float32"), tiny.reference("bfloat16")
     allowed = 2 * (rounded - exact).abs().max()
-    assert list(tiny.logits) == PASS_NAMES
+    assert list(tiny.logits) == PASS_NAMES[target]
     for name, logits in tiny.logits.items():
         assert (logits - exact).abs().max() <= allowed, name
     # It did compute in bfloat16.

@@ -258,8 +258,8 @@ def test_a_full_disk(
 KILLED = """
 import sys, time
 from tapeout.cli.main import main
-import tapeout.compiler.engine_writer as writer
-run_recipe, count = writer.run_recipe, 0
+import tapeout.compiler.weight_stream as stream
+run_recipe, count = stream.run_recipe, 0
 def slow(ref, read):
     global count
     count += 1
@@ -267,7 +267,7 @@ def slow(ref, read):
         print("writing", flush=True)
         time.sleep(600)
     return run_recipe(ref, read)
-writer.run_recipe = slow
+stream.run_recipe = slow
 main()
 """
 

@@ -35,7 +35,10 @@ def test_counts_equal_the_modules_of_a_model(models, monkeypatch, model_type, la
     with torch.no_grad():
         model(torch.arange(5)[None])
     modules = list(model.modules())
-    assert expected_counts(config) == {
+    counts = expected_counts(config)
+    # What linears read and what reads them is seen in traced graphs: tests/compiler/test_trace.py.
+    assert (counts.pop("normed_linear"), counts.pop("added_linear")) != (None, None)
+    assert counts == {
         "attention": len(attentions),
         "rms_norm": len(norms),
         "rope": 2 * len(rotations),
@@ -43,7 +46,16 @@ def test_counts_equal_the_modules_of_a_model(models, monkeypatch, model_type, la
             hasattr(m, "q_proj") and hasattr(m, "k_proj") and hasattr(m, "v_proj") for m in modules
         ),
         "gated_mlp": sum(hasattr(m, "gate_proj") and hasattr(m, "up_proj") for m in modules),
+        "whole_rope": len(rotations),
+        "final_norm": 1,
     }
+
+
+@pytest.mark.parametrize(("share", "layers"), [(1.0, 2), (0.75, 0)])
+def test_heads_that_are_rotated_in_part_are_no_whole_ones(models, share, layers):
+    config = models.tiny_config("phi3", partial_rotary_factor=share)
+    assert expected_counts(config)["whole_rope"] == layers
+    assert expected_counts(config)["rope"] == 4
 
 
 def test_unknown_families_say_so(models):

@@ -59,14 +59,16 @@ def teach_bfloat16() -> None:
 def launch(spec: LaunchSpec, operands: Operands, bucket: int) -> None:
     """Run every block of a launch, one after the other."""
     kernel = getattr(importlib.import_module(spec.kernel.module), spec.kernel.function)
-    values = []
+    values, constants = [], dict(spec.kernel.constants)
     for (_, kind), arg in zip(spec.kernel.signature, spec.args, strict=True):
         value = operands.value(arg)
         if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
             value = value[: value.numel() // 4 * 4].view(_TORCH[kind.removeprefix("*")])
         values.append(value)
     names = [name for name, _ in spec.kernel.signature]
-    kernel[grid_of(spec, bucket)](**dict(zip(names, values, strict=True)), **spec.kernel.constants)
+    if "OVERLAP" in kernel.arg_names:
+        constants["OVERLAP"] = False
+    kernel[grid_of(spec, bucket)](**dict(zip(names, values, strict=True)), **constants)
 
 
 def extra_cases(op: str) -> tuple[Case, ...]:

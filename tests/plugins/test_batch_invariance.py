@@ -17,14 +17,14 @@ MAX_ROWS = 40
 INVARIANT = [
     (name, tactic.name)
     for name in OPS
-    if name not in TRACE_ONLY_OPS and name != "paged_attention"
+    if name not in TRACE_ONLY_OPS and not OPS[name].reads_cache
     for tactic in cpu_tactics(name)
     if tactic.batch_invariant
 ]
 
 
 def _run(
-    tactic: CpuTactic, case: Case, inputs: list, weights: list, kernels: NativeLibrary
+    tactic: CpuTactic, case: Case, inputs: list, weights: tuple, kernels: NativeLibrary
 ) -> list[torch.Tensor]:
     logit_rows = inputs[-1].shape[0]
     rows = inputs[0].shape[0]
@@ -46,8 +46,7 @@ def test_rows_do_not_depend_on_their_batch(
     rows = data.draw(st.integers(1, MAX_ROWS), label="rows")
     row = data.draw(st.integers(0, rows - 1), label="row")
     arguments = example(case.signature, rows, logit_rows=rows)
-    missing = [None] * (len(OPS[op_name].weights) - len(arguments.weights))
-    weights = [*arguments.weights, *missing]
+    weights = OPS[op_name].place_weights(arguments.weights, case.signature.attrs)
     batch = _run(tactic, case, list(arguments.inputs), weights, kernels)
     if op_name == "select_rows":
         one = [arguments.inputs[0], arguments.inputs[1][row : row + 1]]

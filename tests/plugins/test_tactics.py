@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,8 @@ from tapeout.plugins.case import Case, cases, tolerance
 from tapeout.plugins.cpu import BoundCall, CpuTactic, HostCpu, StepState, TensorType
 from tapeout.plugins.example import example, example_step, torch_dtype
 from tapeout.plugins.native import NativeLibrary
-from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, cpu_tactics
+from tapeout.plugins.reference import bind_reference
+from tapeout.plugins.registry import CUDA_FUSED_OPS, OPS, TRACE_ONLY_OPS, cpu_tactics
 
 GUARD_COLUMNS = 3
 
@@ -60,26 +60,16 @@ def _step(case: Case) -> StepState | None:
     )
 
 
-def _expected(case: Case, inputs: tuple[torch.Tensor, ...], weights: list, step: StepState | None) -> tuple:
-    reference = importlib.import_module(f"tapeout.plugins.{case.signature.op}.reference").reference
-    arguments = [*inputs, *weights]
-    if step is not None:
-        num_seqs = int(step.counts[1])
-        arguments += [step.kv_pool, step.page_table, step.cu_q[: num_seqs + 1], step.kv_lens[:num_seqs]]
-    result = reference(*arguments, **case.signature.attrs)
-    return result if isinstance(result, tuple) else (result,)
-
-
 def _check(case: Case, rows: int, tactic: CpuTactic, kernels: NativeLibrary) -> None:
     types = example(case.signature, rows)
-    missing = [None] * (len(OPS[case.signature.op].weights) - len(types.weights))
+    placed = OPS[case.signature.op].place_weights(types.weights, case.signature.attrs)
     step = _step(case)
     expected_step = replace(step, kv_pool=step.kv_pool.clone()) if step else None
-    expected = _expected(case, types.inputs, [*types.weights, *missing], expected_step)
+    expected = bind_reference(tactic.op, types.inputs, placed, case.signature.attrs, expected_step)()
     buffers = [_guarded(kind) for kind in types.outputs]
     inputs = tuple(_strided(t) for t in types.inputs)
     before = [t.clone() for t in inputs]
-    weights = tactic.prepare([*types.weights, *missing], case.signature.attrs)
+    weights = tactic.prepare(placed, case.signature.attrs)
     call = BoundCall(inputs, weights, [view for _, view in buffers], case.signature.attrs, step, kernels)
     run = tactic.bind(call)
     for replay in range(2):  # a bound call is replayed with new data in the same place
@@ -119,5 +109,5 @@ def test_baseline_and_native_support_every_case(op_name: str, host: HostCpu) -> 
     tactics = {t.name: t for t in cpu_tactics(op_name)}
     assert cpu_tactics(op_name)[0].name == "aten"
     for case in cases(op_name):
-        for name in ("aten", "native"):
+        for name in ("aten",) if op_name in CUDA_FUSED_OPS else ("aten", "native"):
             assert tactics[name].unsupported(case.signature, host) is None, case.label

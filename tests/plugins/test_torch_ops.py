@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from tapeout.plugins.case import Tolerance, cases
+from tapeout.plugins.case import Tolerance, cache_tolerance, cases
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.example import example, example_step
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, op, register_torch_ops
@@ -20,13 +20,13 @@ def ops() -> None:
     register_torch_ops()  # a second call must do nothing
 
 
-@pytest.mark.parametrize("name", sorted(set(OPS) - TRACE_ONLY_OPS - {"paged_attention"}))
+@pytest.mark.parametrize("name", sorted(n for n in set(OPS) - TRACE_ONLY_OPS if not OPS[n].reads_cache))
 def test_fake_kernel_agrees_with_the_real_one(name: str) -> None:
     target = getattr(torch.ops.tapeout, name)
     for case in cases(name):
         arguments = example(case.signature, 5)
-        missing = [None] * (len(OPS[name].weights) - len(arguments.weights))
-        tensors = [*arguments.inputs, *arguments.weights, *missing]
+        placed = OPS[name].place_weights(arguments.weights, case.signature.attrs)
+        tensors = [*arguments.inputs, *placed]
         real = target(*tensors, **case.signature.attrs)
         with torch.device("meta"):
             fake = target(*(t if t is None else t.to("meta") for t in tensors), **case.signature.attrs)
@@ -119,6 +119,24 @@ def test_torch_signature_follows_the_schema() -> None:
     assert torch_signature(op("rms_norm")).endswith(
         "float eps, float weight_offset, bool cast_before_weight) -> Tensor"
     )
+
+
+def test_weights_find_their_places() -> None:
+    """Signatures leave absent weights out; which ones these are may depend on an attribute."""
+    attention, linear = op("rope_attention"), op("linear")
+    norms, none = {"qk_norm": True}, {"qk_norm": False}
+    assert attention.place_weights(("q", "k", "s"), norms) == ("q", "k", "s")
+    assert attention.place_weights(("q", "k"), norms) == ("q", "k", None)
+    assert attention.place_weights(("s",), none) == (None, None, "s")
+    assert attention.place_weights((), none) == (None, None, None)
+    assert attention.place_weights((None, None, "s"), none) == (None, None, "s")
+    assert linear.place_weights(("w",), {}) == ("w", None)
+
+
+def test_only_ops_that_compute_what_they_cache_may_differ_there() -> None:
+    assert {name for name in OPS if OPS[name].reads_cache} == {"paged_attention", "rope_attention"}
+    assert cache_tolerance("paged_attention", "bfloat16") == Tolerance(0.0, 0.0)
+    assert cache_tolerance("rope_attention", "float32").relative > 0
 
 
 def test_tolerance_reports_the_worst_element_and_nan() -> None:

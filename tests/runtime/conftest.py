@@ -187,6 +187,11 @@ class RecordingSink:
         self.token_ids.append(token_id)
         return "STOP" if len(self.token_ids) == self.stop_after else None
 
+    def on_tokens(self, token_ids: list[int], ending: bool) -> None:
+        assert self.finish is None, "tokens after the end"
+        assert token_ids, "nothing to hand over"
+        self.token_ids += token_ids
+
     def on_finish(self, finish: Finish, times: RequestTimes) -> None:
         assert self.finish is None, "ended twice"
         self.finish = finish

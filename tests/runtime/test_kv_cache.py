@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,17 +24,21 @@ class CacheMachine(RuleBasedStateMachine):
         self.tokens = [0] * SLOTS
         self.shared: list[int] = []
 
-    @rule(slot=st.integers(0, SLOTS - 1), more=st.integers(0, 9))
-    def grow(self, slot: int, more: int) -> None:
-        wanted = min(self.tokens[slot] + more, MAX_SEQ)
-        before = self.cache.pages_of(slot)
-        if -(-wanted // PER_PAGE) - len(before) > self.cache.pool.num_free:
+    @rule(more=st.dictionaries(st.integers(0, SLOTS - 1), st.integers(0, 9), min_size=1))
+    def grow(self, more: dict[int, int]) -> None:
+        slots = list(more)
+        wanted = [min(self.tokens[s] + more[s], MAX_SEQ) for s in slots]
+        before = [self.cache.pages_of(s) for s in slots]
+        lacking = sum(-(-w // PER_PAGE) - len(b) for w, b in zip(wanted, before, strict=True))
+        arrays = np.array(slots), np.array(wanted)
+        if lacking > self.cache.pool.num_free:
             with pytest.raises(RuntimeError, match="free"):
-                self.cache.grow(slot, wanted)
+                self.cache.grow(*arrays)
         else:
-            self.cache.grow(slot, wanted)
-            self.tokens[slot] = wanted
-        assert self.cache.pages_of(slot)[: len(before)] == before, "a page a sequence wrote to moved"
+            self.cache.grow(*arrays)
+            self.tokens = [dict(zip(slots, wanted, strict=True)).get(s, t) for s, t in enumerate(self.tokens)]
+        for slot, pages in zip(slots, before, strict=True):
+            assert self.cache.pages_of(slot)[: len(pages)] == pages, "a page a sequence wrote to moved"
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def free(self, slot: int) -> None:

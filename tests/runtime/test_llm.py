@@ -17,10 +17,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import tapeout.runtime.llm as llm_module
-from tapeout.plugins.errors import UsageError
+from tapeout.plugins.errors import EngineIncompatibleError, UsageError
+from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM, RequestOutput, SamplingParams
 from tapeout.runtime.engine.manifest import KvCacheLayout, Limits, Manifest, ModelFacts, TokenizerFacts
 
+LEVEL = detect_host().level
 VOCAB = 280
 LIMITS = Limits(max_batch_size=3, max_num_tokens=16, max_seq_len=64, tokens_per_page=4)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}bot:"
@@ -48,7 +50,7 @@ class FakeEngine:
     def __init__(self, **texts: str) -> None:
         self.manifest = Manifest(
             format_version=1,
-            target="cpu:x86_64_v3",
+            target=f"cpu:{LEVEL}",
             model=ModelFacts("Fake", "fake", "float32", "none", VOCAB, 64, "none"),
             limits=LIMITS,
             kv_cache=KvCacheLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32"),
@@ -64,10 +66,13 @@ class FakeEngine:
         self.text_names = tuple(self.texts)
         self.weights: dict[str, Any] = {}
         self.program = SimpleNamespace(arena_bytes=0)
-        self.closed = False
+        self.verified = self.closed = False
 
     def text(self, name: str) -> bytes:
         return self.texts[name].encode()
+
+    def verify(self) -> None:
+        self.verified = True
 
     def close(self) -> None:
         self.closed = True
@@ -95,10 +100,10 @@ def make_llm(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterato
                     return wanted[len(said)] if len(said) < len(wanted) else EOS
             return EOS
 
-        monkeypatch.setattr(llm_module, "open_engine", lambda path: engine)
+        monkeypatch.setattr(llm_module, "open_engine", lambda path, **_: engine)
         monkeypatch.setattr(
             "tapeout.runtime.executors.load_executor",
-            lambda engine, *, num_pages, threads: fakes.FakeExecutor(LIMITS, num_pages, script),
+            lambda engine, *, num_pages, **_: fakes.FakeExecutor(LIMITS, num_pages, script),
         )
         made.append(LLM("fake.engine", **options))
         return made[-1]
@@ -306,6 +311,20 @@ def test_bad_options_are_refused_together_and_the_engine_is_closed(make_llm: Cal
     for part in ("chunk_tokens = 0", "max_batch_size = 4, but the engine was built for at most 3", "threads"):
         assert part in error.value.message
     assert engine.closed
+
+
+def test_another_machine_is_refused_before_the_weights_are_read(make_llm: Callable[..., LLM]) -> None:
+    engine = FakeEngine()
+    engine.path = "fake.engine"  # type: ignore[attr-defined]
+    engine.manifest = replace(engine.manifest, target="cpu:x86_64" if LEVEL != "x86_64" else "cpu:aarch64")
+    with pytest.raises(EngineIncompatibleError, match=f"this machine is cpu:{LEVEL}"):
+        make_llm(answers(TABLE), engine=engine, strict_sku=True)
+    assert (engine.verified, engine.closed) == (False, True)
+    with pytest.raises(UsageError, match="threads"):
+        make_llm(answers(TABLE), engine=(engine := FakeEngine()), threads=0)
+    assert not engine.verified
+    make_llm(answers(TABLE), engine=(engine := FakeEngine()), strict_sku=True)
+    assert engine.verified
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_any_mix_of_requests(fakes: SimpleNamespace, options: dict[str, Any], re
         while todo and todo[0][1][2] <= step:
             index, (prompt, max_tokens, _, abort) = todo.pop(0)
             request_id = f"r{len(rig.requests)}"
-            sinks[index] = rig.add(prompt, max_tokens)
+            sinks[index] = rig.add(prompt, max_tokens, watched=index % 2 == 0)
             if abort is not None:
                 aborts.append((step + abort, request_id, index))
         for when, request_id, _ in aborts:
@@ -206,7 +206,8 @@ def test_abort_frees_pages_within_two_steps(fakes: SimpleNamespace) -> None:
     assert sink.finish.reason is FinishReason.ABORT
     for _ in range(2):
         rig.loop.step()
-    pages = rig.loop.kv_cache.pages_for(rig.requests["r1"].cached_tokens)
+    cached_tokens = int(rig.loop.running.cached_tokens[rig.requests["r1"].slot])
+    pages = rig.loop.kv_cache.pages_for(cached_tokens)
     assert rig.loop.stats().kv_pages_used == pages
     assert not rig.loop.abort("r0")
     rig.run()
@@ -240,3 +241,52 @@ def test_an_interrupt_while_waiting_loses_nothing(fakes: SimpleNamespace) -> Non
         rig.loop.step()
     rig.run()
     assert sink.token_ids == fakes.expected_ids([1, 2, 3], 6, eos=-1)
+
+
+def test_tokens_nobody_watches_are_handed_over_when_asked_for_and_at_the_end(fakes: SimpleNamespace) -> None:
+    rig = fakes.make_rig()
+    asked = rig.add([1, 2, 3], 8, eos=frozenset(), watched=False)
+    other = rig.add([4], 8, eos=frozenset(), watched=False)
+    for _ in range(4):
+        rig.loop.step()
+    assert asked.token_ids == other.token_ids == []
+    rig.loop.hand_over("r0")
+    rig.loop.hand_over("r0")
+    assert asked.token_ids == fakes.expected_ids([1, 2, 3], 3, eos=-1)
+    assert other.token_ids == []
+    rig.run()
+    assert asked.token_ids == fakes.expected_ids([1, 2, 3], 8, eos=-1)
+    assert other.token_ids == fakes.expected_ids([4], 8, eos=-1)
+    rig.loop.hand_over("r0")  # has ended, and is not known any more
+    rig.loop.hand_over("r7")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_sink_that_fails_ends_its_request_only(fakes: SimpleNamespace, asked: bool) -> None:
+    rig = fakes.make_rig()
+    bad = rig.add([1, 2, 3], 5, eos=frozenset(), watched=False)
+    good = rig.add([4, 5], 5, eos=frozenset(), watched=False)
+
+    def fail(token_ids: list[int], ending: bool) -> None:
+        raise ValueError("scripted")
+
+    bad.on_tokens = fail
+    for _ in range(3):
+        rig.loop.step()
+    if asked:
+        rig.loop.hand_over("r0")
+        assert bad.finish is not None
+    rig.run()
+    assert (bad.finish.reason, bad.finish.stop_reason) == (FinishReason.ERROR, "ValueError: scripted")
+    assert good.token_ids == fakes.expected_ids([4, 5], 5, eos=-1)
+
+
+def test_ids_that_end_one_request_do_not_end_another(fakes: SimpleNamespace) -> None:
+    rig = fakes.make_rig(script=len)
+    options = {"eos": frozenset(), "watched": False}
+    ended = rig.add([1, 2, 3], 9, stop_token_ids=frozenset({5}), **options)
+    later = rig.add([1, 2, 3], 9, stop_token_ids=frozenset({5, 7}), params={"min_tokens": 4}, **options)
+    never = rig.add([1, 2, 3], 9, **options)
+    rig.run()
+    assert [len(s.token_ids) for s in (ended, later, never)] == [3, 5, 9]
+    assert [s.finish.stop_reason for s in (ended, later, never)] == [5, 7, None]

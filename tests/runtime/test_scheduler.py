@@ -16,13 +16,14 @@ from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, Reason
 from tapeout.runtime.scheduler.request import Request, RequestTimes
+from tapeout.runtime.scheduler.running import Running
 
 LIMITS = Limits(max_batch_size=4, max_num_tokens=64, max_seq_len=100, tokens_per_page=10)
 PAGE_BYTES = 1000
 
 
-def request(name: str, prompt: int, max_tokens: int = 5, **state: int) -> Request:
-    made = Request(
+def request(name: str, prompt: int, max_tokens: int = 5) -> Request:
+    return Request(
         request_id=name,
         prompt_token_ids=np.zeros(prompt, dtype=np.int32),
         params=SamplingParams(),
@@ -30,13 +31,28 @@ def request(name: str, prompt: int, max_tokens: int = 5, **state: int) -> Reques
         sink=None,  # type: ignore[arg-type]
         times=RequestTimes(0.0),
     )
-    for key, value in state.items():
-        setattr(made, key, value)
-    return made
 
 
-def decoding(name: str, **state: int) -> Request:
-    return request(name, 2, max_tokens=99, **{"cached_tokens": 2, "planned_tokens": 1} | state)
+Member = tuple[Request, dict[str, int]]  # a request and its numbers in `Running`
+
+
+def prefilling(name: str, prompt: int, **state: int) -> Member:
+    return request(name, prompt), state
+
+
+def decoding(name: str, **state: int) -> Member:
+    return request(name, 2, max_tokens=99), {"cached_tokens": 2, "planned_tokens": 1} | state
+
+
+def running_of(*members: Member) -> Running:
+    """Slots are given from the last one down, so that an order by slot is not the order of admission."""
+    running = Running(num_slots=max(len(members), 1), max_output_tokens=99)
+    for slot, (made, state) in zip(reversed(range(len(members))), members, strict=True):
+        made.slot = slot
+        running.add(made)
+        for key, value in state.items():
+            getattr(running, key)[slot] = value
+    return running
 
 
 # ---- capacity -----------------------------------------------------------------------------
@@ -82,7 +98,10 @@ def test_admission_does_not_look_beyond_what_it_admits() -> None:
 
 def test_generation_takes_the_budget_first_and_context_fills_the_rest() -> None:
     plan = MicroBatchScheduler(max_num_tokens=10).plan(
-        0, [request("c1", 6), decoding("g1"), request("c2", 6), decoding("g2"), request("c3", 6)]
+        0,
+        running_of(
+            prefilling("c1", 6), decoding("g1"), prefilling("c2", 6), decoding("g2"), prefilling("c3", 6)
+        ),
     )
     assert [s.request_id for s in plan.scheduled] == ["c1", "c2", "g1", "g2"]
     assert [(s.num_tokens, s.samples, s.reason) for s in plan.context] == [
@@ -94,7 +113,7 @@ def test_generation_takes_the_budget_first_and_context_fills_the_rest() -> None:
 
 def test_chunk_tokens_caps_a_chunk() -> None:
     plan = MicroBatchScheduler(max_num_tokens=10, chunk_tokens=4).plan(
-        0, [request("a", 9, cached_tokens=4), request("b", 3)]
+        0, running_of(prefilling("a", 9, cached_tokens=4), prefilling("b", 3))
     )
     assert [(s.start, s.num_tokens, s.samples, s.reason) for s in plan.context] == [
         (4, 4, False, Reason.CHUNK_BY_LIMIT),
@@ -103,20 +122,18 @@ def test_chunk_tokens_caps_a_chunk() -> None:
 
 
 def test_a_request_whose_last_token_is_planned_gets_no_row() -> None:
-    plan = MicroBatchScheduler(max_num_tokens=10).plan(0, [decoding("a", planned_tokens=99)])
+    plan = MicroBatchScheduler(max_num_tokens=10).plan(0, running_of(decoding("a", planned_tokens=99)))
     assert plan.scheduled == ()
     assert plan.skipped[0].reason is Reason.ALL_PLANNED
 
 
 def test_generation_beyond_the_budget_takes_turns() -> None:
-    scheduler, running = MicroBatchScheduler(max_num_tokens=2), [decoding(n) for n in "abcde"]
+    scheduler, running = MicroBatchScheduler(max_num_tokens=2), running_of(*map(decoding, "abcde"))
     turns: list[set[str]] = []
     for step in range(12):
         plan = scheduler.plan(step, running)
         turns.append({s.request_id for s in plan.scheduled})
-        for member in running:
-            if member.request_id in turns[-1]:
-                member.last_step = step
+        running.last_step[plan.slots] = step
     assert all(len(turn) == 2 for turn in turns)
     for first in range(10):
         assert set().union(*turns[first : first + 3]) == set("abcde"), "one turn each in ceil(5/2) steps"
@@ -128,17 +145,21 @@ def test_generation_beyond_the_budget_takes_turns() -> None:
     chunk=st.none() | st.integers(1, 8),
 )
 def test_any_plan_keeps_its_promises(kinds: list[tuple[int, bool]], budget: int, chunk: int | None) -> None:
-    running = [
-        decoding(f"{i}") if generates else request(f"{i}", size) for i, (size, generates) in enumerate(kinds)
+    members = [
+        decoding(f"{i}") if generates else prefilling(f"{i}", size)
+        for i, (size, generates) in enumerate(kinds)
     ]
+    running = running_of(*members)
     scheduler = MicroBatchScheduler(max_num_tokens=budget, chunk_tokens=chunk)
     plan = scheduler.plan(0, running)
-    assert plan == scheduler.plan(0, running), "planning must be a function of its input"
+    again = scheduler.plan(0, running)
+    same = (plan.scheduled, plan.skipped) == (again.scheduled, again.skipped)
+    assert same, "planning must be a function of its input"
     assert plan.num_tokens <= budget
-    assert bool(plan.scheduled) == bool(running)
+    assert bool(plan.scheduled) == bool(members)
     assert all(s.num_tokens <= (chunk or budget) for s in plan.context)
     named = [s.request_id for s in plan.scheduled] + [s.request_id for s in plan.skipped]
-    assert sorted(named) == sorted(r.request_id for r in running), "every decision has a reason"
+    assert sorted(named) == sorted(r.request_id for r, _ in members), "every decision has a reason"
 
 
 # ---- the pool's size ----------------------------------------------------------------------

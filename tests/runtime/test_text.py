@@ -116,6 +116,45 @@ def test_byte_fallback_stream_equals_batch_decode(parts: list[str]) -> None:
     assert "".join(stream(backend, ids)) == backend.decode(ids)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(parts=st.lists(st.lists(st.integers(0, 261), max_size=12), max_size=8), data=st.data())
+def test_ids_pushed_together_give_what_they_give_one_by_one(
+    kind: str, parts: list[list[int]], data: st.DataObject
+) -> None:
+    """Any ids, cut anywhere, mixed with whole characters: the same text so far after every part."""
+    backend = KINDS[kind]
+    text = data.draw(st.sampled_from(["", "the a 漢字 👍🏽x", "é  b"]))
+    parts = [*parts, backend.encode(text).ids if kind == "byte_level" else fallback_ids(text)]
+
+    def new() -> Detokenizer:
+        return Detokenizer(
+            lambda some: backend.decode(some, skip_special_tokens=True), byte_fallback=kind == "byte_fallback"
+        )
+
+    together, single = new(), new()
+    for part in parts:
+        assert together.push_all(part) == "".join(map(single.push, part))
+    assert together.flush() == single.flush()
+
+
+def test_a_long_text_is_decoded_once() -> None:
+    calls: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        calls.append(len(ids))
+        return KINDS["byte_level"].decode(list(ids))
+
+    ids = KINDS["byte_level"].encode("hello w" * 50).ids
+    detokenizer = Detokenizer(decode, byte_fallback=False)
+    assert detokenizer.push_all(ids) + detokenizer.flush() == "hello w" * 50
+    assert calls == [len(ids)]
+
+
+def test_the_decoder_says_whether_bytes_fall_back() -> None:
+    made = {name: Tokenizer(backend.to_str(), FACTS).byte_fallback for name, backend in KINDS.items()}
+    assert made == {"byte_level": False, "byte_fallback": True}
+
+
 def test_bad_bytes_do_not_take_back_what_was_given() -> None:
     backend = KINDS["byte_fallback"]
     ids = [*fallback_ids("é漢"), backend.token_to_id("<0xFF>"), *fallback_ids("x漢b")]

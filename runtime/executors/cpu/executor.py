@@ -20,6 +20,7 @@ from tapeout.runtime.executors.cpu.weight_store import WeightStore
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
 from tapeout.runtime.executors.step_check import NO_TOKEN, forget_ids
 from tapeout.runtime.host_memory import available_host_bytes
+from tapeout.runtime.laps import Laps
 from tapeout.runtime.step import StepInputs, StepResult
 
 R = TypeVar("R")
@@ -40,7 +41,9 @@ class CpuExecutor:
         threads: int | None,
         release_weights: bool = False,
         max_buckets: int = 64,
+        laps: Laps | None = None,
     ) -> None:
+        laps = laps or Laps()
         manifest = engine.manifest
         self.limits = manifest.limits
         self.num_pages = num_pages
@@ -61,20 +64,23 @@ class CpuExecutor:
         self._closed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tapeout-cpu")
         try:
-            self._on_worker(lambda: self._load(threads, max_buckets, release_weights)).result()
+            laps.lap("memory")
+            self._on_worker(lambda: self._load(threads, max_buckets, release_weights, laps)).result()
         except BaseException:
             self.close()
             raise
 
-    def _load(self, threads: int | None, max_buckets: int, release_weights: bool) -> None:
+    def _load(self, threads: int | None, max_buckets: int, release_weights: bool, laps: Laps) -> None:
         # On the worker: thread counts belong to the thread that computes.
         if threads is not None:
             torch.set_num_threads(threads)
         weights = WeightStore(self._engine, release=release_weights)
         kernels = _load_kernels(self._engine)
+        laps.lap("kernels")
         self._replay = Replay(self._engine.program, self._arena, self._state, weights, kernels, max_buckets)
         if not release_weights:
             self._replay.prepare_weights()
+        laps.lap("weights")
 
     def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
         """Bind a slot to a new request. A failure surfaces from the slot's next step."""

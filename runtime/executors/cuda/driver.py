@@ -18,6 +18,14 @@ from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, Tapeo
 from tapeout.runtime.engine.target import GpuFacts
 
 _OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+#: What a driver says about kernels that it, or this GPU, cannot take.
+_NOT_OUR_KERNELS = {
+    cu.CUresult.CUDA_ERROR_INVALID_IMAGE,
+    cu.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU,
+    cu.CUresult.CUDA_ERROR_INVALID_PTX,
+    cu.CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
+    cu.CUresult.CUDA_ERROR_NOT_FOUND,  # no kernel of that name
+}
 
 
 def check(result: tuple[Any, ...], doing: str) -> Any:
@@ -26,6 +34,8 @@ def check(result: tuple[Any, ...], doing: str) -> Any:
     if status != cu.CUresult.CUDA_SUCCESS:
         text = cu.cuGetErrorString(status)[1]
         message = f"CUDA: {doing}: {status.name} ({text.decode() if text else 'unknown'})"
+        if status in _NOT_OUR_KERNELS:
+            raise EngineIncompatibleError(message, hint="build the engine again for this GPU and driver")
         raise CapacityError(message) if status == _OUT_OF_MEMORY else TapeoutError(message)
     return values[0] if len(values) == 1 else tuple(values) if values else None
 
@@ -186,10 +196,26 @@ def launch(
     stream: Stream,
     values: Sequence[int | float],
     types: Sequence[type],
+    *,
+    overlap: bool = False,
 ) -> None:
-    """One kernel launch, or one node while a stream is captured."""
+    """One kernel launch, or one node while a stream is captured.
+
+    overlap: blocks may start before the launch ahead has ended (programmatic dependent launch).
+    """
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream.handle
+    if overlap:
+        config.attrs, config.numAttrs = [_overlap_attribute()], 1
     params = (tuple(values), tuple(types))
-    check(
-        cu.cuLaunchKernel(function.handle, *grid, threads, 1, 1, shared, stream.handle, params, 0),
-        "launching a kernel",
-    )
+    check(cu.cuLaunchKernelEx(config, function.handle, params, 0), "launching a kernel")
+
+
+@cache
+def _overlap_attribute() -> Any:
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute

@@ -17,14 +17,15 @@ from tapeout.plugins.sample.state import device_unsupported, state_words
 from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.reader import Engine
-from tapeout.runtime.engine.target import check_gpu, not_for
+from tapeout.runtime.engine.target import check_gpu, check_sku, not_for
 from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, PinnedMemory, Stream, open_device
-from tapeout.runtime.executors.cuda.replay import Memory, Replay
+from tapeout.runtime.executors.cuda.replay import Memory, Replay, check_table
 from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
 from tapeout.runtime.executors.cuda.weights import DeviceWeights
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
 from tapeout.runtime.executors.step_check import NO_TOKEN, StepChecker, forget_ids
+from tapeout.runtime.laps import Laps
 from tapeout.runtime.step import StepHandle, StepInputs, StepResult
 
 logger = logging.getLogger("tapeout")
@@ -44,18 +45,22 @@ def open_gpu(engine: Engine, ordinal: int = 0) -> tuple[Device, LaunchTable]:
     except EngineIncompatibleError as error:
         raise not_for(engine, f"this machine is cpu:{detect_host().level}: {error}") from error
     check_gpu(engine, device.facts)
+    check_table(engine.launches, engine.kernel_names)
     return device, engine.launches
 
 
-def device_memory_left(engine: Engine, ordinal: int = 0) -> int:
+def device_memory_left(engine: Engine, ordinal: int = 0, *, strict_sku: bool = False) -> int:
     """Bytes of device memory free beside the engine's weights, arena and workspace.
 
-    Raises CapacityError, line by line, when these alone do not fit.
+    Warns in the log of a GPU of another model than the engine's; `strict_sku` makes it an
+    EngineIncompatibleError. Raises CapacityError, line by line, when there is no room for these and
+    one page of KV cache.
     """
     device, table = open_gpu(engine, ordinal)
+    check_sku(engine, device.facts, strict=strict_sku)
     device.make_current()
     lines, free = _fixed_lines(engine, table), device.free_bytes()
-    check_budget(f"engine {engine.path.name}", lines, free)
+    check_budget(f"engine {engine.path.name}", [*lines, _pool_line(engine, 1)], free)
     return free - sum(line.size_bytes for line in lines)
 
 
@@ -69,6 +74,13 @@ def _fixed_lines(engine: Engine, table: LaunchTable) -> list[BudgetLine]:
     ]
 
 
+def _pool_line(engine: Engine, num_pages: int) -> BudgetLine:
+    tokens = engine.manifest.limits.tokens_per_page
+    size_bytes = num_pages * engine.manifest.kv_cache.page_bytes(tokens)
+    name = f"kv cache ({num_pages} page{'s' if num_pages > 1 else ''} of {tokens} tokens)"
+    return BudgetLine(name, size_bytes, "give the KV cache fewer tokens or bytes")
+
+
 class CudaExecutor:
     """See `tapeout.runtime.step.Executor`. Make it with `tapeout.runtime.executors.load_executor`.
 
@@ -78,7 +90,7 @@ class CudaExecutor:
     the same definition. Any thread may call; calls take effect in their order.
     """
 
-    def __init__(self, engine: Engine, *, num_pages: int, device: int = 0) -> None:
+    def __init__(self, engine: Engine, *, num_pages: int, device: int = 0, laps: Laps | None = None) -> None:
         if num_pages < 1:
             raise UsageError(f"num_pages is {num_pages}, expected at least 1")
         manifest = engine.manifest
@@ -101,22 +113,22 @@ class CudaExecutor:
         self._device, table = open_gpu(engine, device)
         self._device.make_current()
         with ExitStack() as stack:
-            self._allocate(engine, table, stack)
+            self._allocate(engine, table, stack, laps or Laps())
             self._resources = stack.pop_all()
 
-    def _allocate(self, engine: Engine, table: LaunchTable, stack: ExitStack) -> None:
+    def _allocate(self, engine: Engine, table: LaunchTable, stack: ExitStack, laps: Laps) -> None:
         limits, kv = self.limits, engine.manifest.kv_cache
-        pool_bytes = self.num_pages * kv.page_bytes(limits.tokens_per_page)
-        pool_name = f"kv cache ({self.num_pages} pages of {limits.tokens_per_page} tokens)"
-        lines = _fixed_lines(engine, table)
-        lines.append(BudgetLine(pool_name, pool_bytes, "give the KV cache fewer tokens or bytes"))
+        pool = _pool_line(engine, self.num_pages)
+        lines = [*_fixed_lines(engine, table), pool]
         what, free = f"engine {engine.path.name}", self._device.free_bytes()
         check_budget(what, lines, free)
         row_elements = self._logits_view.strides[0]
         logits_bytes = limits.max_batch_size * row_elements * DTYPES[self._logits_view.dtype][1]
         try:
             self._stream = stack.enter_context(closing(Stream()))
+            laps.lap("memory")
             weights = stack.enter_context(closing(DeviceWeights(engine, self._device)))
+            laps.lap("weights")
             memory = Memory(
                 arena=stack.enter_context(closing(DeviceMemory(engine.program.arena_bytes, "the arena"))),
                 workspace=stack.enter_context(
@@ -124,14 +136,16 @@ class CudaExecutor:
                 ),
                 weights=weights,
                 step=stack.enter_context(closing(StepBuffers(limits))),
-                kv_pool=stack.enter_context(closing(DeviceMemory(pool_bytes, "the KV cache"))),
+                kv_pool=stack.enter_context(closing(DeviceMemory(pool.size_bytes, "the KV cache"))),
                 sampling=stack.enter_context(closing(SampledIds(limits.max_batch_size, self._device))),
                 layers=kv.layers,
             )
             self._logits = stack.enter_context(closing(PinnedMemory(logits_bytes)))
             memory.kv_pool.zero()
+            laps.lap("memory")
             cubins = {name: engine.kernel(name) for name in engine.kernel_names}
             self._replay = stack.enter_context(closing(Replay(engine.program, table, cubins, memory)))
+            laps.lap("kernels")
         except CapacityError:
             raise budget_error(what, lines, free) from None
         self._steps, self._sampled = memory.step, memory.sampling
@@ -191,24 +205,22 @@ class CudaExecutor:
         self._device.make_current()
 
     def _submit(self, inputs: StepInputs) -> StepHandle:
-        rows = len(inputs.row_ids)
-        slots = self._queue(inputs, sample=True)
         step: StepHandle
-        if self._on_host[slots].any():
-            step = _Done(self._sample_on_host(inputs))
+        if self._queue(inputs, sample=True):
+            step = self._sampled.download(len(inputs.row_ids), self._stream)
         else:
-            step = self._sampled.download(rows, self._stream)
-        self._last_ids[slots] = _ON_DEVICE
+            step = _Done(self._sample_on_host(inputs))
+        self._last_ids[inputs.row_slots] = _ON_DEVICE
         return step
 
-    def _queue(self, inputs: StepInputs, *, sample: bool) -> np.ndarray:
-        """Check a step and queue its copy and its graph; returns the slots of its logit rows."""
+    def _queue(self, inputs: StepInputs, *, sample: bool) -> bool:
+        """Check a step and queue its copy and its graph; returns whether the graph samples."""
         self._checker.check(inputs, self._last_ids)
-        slots = inputs.row_slots
-        bucket = self._replay.bucket(len(inputs.token_ids), max(1, len(inputs.row_ids)))
+        sample = sample and not self._on_host[inputs.row_slots].any()
+        bucket = self._replay.bucket(len(inputs.token_ids), len(inputs.slots), len(inputs.row_ids))
         self._steps.upload(inputs, self._stream)
-        self._replay.launch(bucket, self._stream, sample=sample and not self._on_host[slots].any())
-        return slots
+        self._replay.launch(bucket, self._stream, sample=sample)
+        return sample
 
     def _sample_on_host(self, inputs: StepInputs) -> StepResult:
         logits = self._download_logits(len(inputs.row_ids))

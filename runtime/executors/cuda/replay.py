@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,15 @@ class Memory:
     layers: int
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Padded sizes of a step: packed rows, logit rows, and whether every sequence has one row."""
+
+    rows: int
+    logit_rows: int
+    decode: bool
+
+
 class Replay:
     """Captures one graph for each bucket on first use and keeps it."""
 
@@ -47,10 +56,9 @@ class Replay:
         self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory
     ) -> None:
         self._program, self._table, self._memory = program, table, memory
-        _check_table(table, cubins)
         self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
-        self._graphs: dict[tuple[int, int, bool], Any] = {}
+        self._graphs: dict[tuple[Bucket, bool], Any] = {}
         # Sampling is launched like an op whose input is the logits.
         self._sampling = Record("sample", (program.logits,), (), (), {}, "")
         with ExitStack() as stack:
@@ -60,13 +68,19 @@ class Replay:
             ]
             self._resources = stack.pop_all()
 
-    def bucket(self, rows: int, logit_rows: int) -> tuple[int, int]:
-        """The padded sizes that serve a step."""
-        return _at_least(self._table.row_buckets, rows), _at_least(self._table.logit_buckets, logit_rows)
+    def bucket(self, rows: int, sequences: int, logit_rows: int) -> Bucket:
+        """The smallest bucket that holds a step.
 
-    def launch(self, bucket: tuple[int, int], stream: Stream, *, sample: bool) -> None:
+        A decode-only bucket has as many logit rows as rows, so that few buckets serve every step.
+        """
+        decode = rows == sequences and rows <= self._table.logit_buckets[-1]
+        wanted = max(1, rows if decode else logit_rows)
+        sizes = self._table.logit_buckets if decode else self._table.row_buckets
+        return Bucket(_at_least(sizes, rows), _at_least(self._table.logit_buckets, wanted), decode)
+
+    def launch(self, bucket: Bucket, stream: Stream, *, sample: bool) -> None:
         """Replay a bucket, with or without sampling at its end: one graph launch."""
-        key = (*bucket, sample)
+        key = (bucket, sample)
         if key not in self._graphs:
             self._graphs[key] = self._capture(bucket, stream, sample)
         check(cu.cuGraphLaunch(self._graphs[key], stream.handle), "launching a step")
@@ -74,11 +88,11 @@ class Replay:
     def logits_address(self) -> int:
         return self._address(self._program.logits)
 
-    def _capture(self, bucket: tuple[int, int], stream: Stream, sample: bool) -> Any:
+    def _capture(self, bucket: Bucket, stream: Stream, sample: bool) -> Any:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(cu.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
         try:
-            self._launch_all({"T": bucket[0], "R": bucket[1]}, stream, sample)
+            self._launch_all(bucket, stream, sample)
         except BaseException:
             # Unchecked: the error to tell is the one that is on its way.
             status, graph = cu.cuStreamEndCapture(stream.handle)
@@ -91,12 +105,15 @@ class Replay:
         finally:
             cu.cuGraphDestroy(graph)
 
-    def _launch_all(self, rows: Mapping[str, int], stream: Stream, sample: bool) -> None:
+    def _launch_all(self, bucket: Bucket, stream: Stream, sample: bool) -> None:
+        rows = {"T": bucket.rows, "R": bucket.logit_rows}
+        special = self._table.decode_ranges if bucket.decode else {}
         for item in self._table.fill:
             self._launch(item, None, rows["T"], stream)
         for record in self._program.records:
             count = rows[str(record.outputs[0].shape[0])]
-            for item in _range(self._table.ranges[record.signature], count).launches:
+            ranges = special.get(record.signature) or self._table.ranges[record.signature]
+            for item in _range(ranges, count).launches:
                 self._launch(item, record, count, stream)
         if sample:
             for item in _range(self._table.sample, rows["R"]).launches:
@@ -114,7 +131,10 @@ class Replay:
             values.append(self._scratch() if index == 0 and kernel.scratch_bytes else 0)
             types.append(ctypes.c_void_p)
         function = self._functions[item.kernel]
-        launch(function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types)
+        launch(
+            function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types,
+            overlap=kernel.overlap,
+        )  # fmt: skip
 
     def _argument(self, argument: KernelArg, record: Record | None) -> tuple[int | float, type]:
         memory, kind = self._memory, argument.kind
@@ -133,8 +153,8 @@ class Replay:
             return memory.step.max_pages, ctypes.c_int32
         assert record is not None, f"argument kind {kind} needs a record"
         if kind == "weight":
-            name = record.weights[argument.index]
-            return (memory.weights.address(name) if name else 0), ctypes.c_void_p
+            present = [name for name in record.weights if name]  # as in the record's signature
+            return memory.weights.address(present[argument.index]), ctypes.c_void_p
         if kind == "attr":
             return int(record.attrs[argument.name]), ctypes.c_int32
         views = record.outputs if kind.startswith("output") else record.inputs
@@ -159,9 +179,12 @@ class Replay:
         self._resources.close()
 
 
-def _check_table(table: LaunchTable, cubins: Mapping[str, bytes]) -> None:
-    """What this runtime cannot launch, all of it at once, before anything is loaded."""
-    ranges = [r for row in (*table.ranges.values(), table.sample) for r in row]
+def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
+    """EngineIncompatibleError with all that this runtime cannot launch; `cubins` are names.
+
+    For a device that is not opened yet: nothing has been loaded when this is told.
+    """
+    ranges = [r for row in (*table.ranges.values(), *table.decode_ranges.values(), table.sample) for r in row]
     launches = [*table.fill, *(item for r in ranges for item in r.launches)]
     kinds = {argument.kind for item in launches for argument in item.args}
     problems = [f"arguments of kind {kind!r}, which is unknown" for kind in sorted(kinds - _KINDS)]

@@ -30,11 +30,13 @@ class StepBuffers:
             "kv_lens": batch,
             "row_ids": batch,
             "seq_slots": batch,
-            "page_table": batch * self.max_pages,
             "token_ids": tokens,
             "positions": tokens,
             "row_seqs": tokens,
+            # Largest of all, so last: the copy ends with the last sequence of the step.
+            "page_table": batch * self.max_pages,
         }
+        self._sequences = np.arange(batch, dtype=np.int32)
         self._offsets, end = {}, 0
         for name, size in sizes.items():
             self._offsets[name] = end
@@ -63,27 +65,28 @@ class StepBuffers:
         event.wait()  # the copy that last read this buffer
         host = memory.array.view(np.int32)
 
-        def put(name: str, values: np.ndarray) -> None:
+        def put(name: str, values: np.ndarray | tuple[int, ...]) -> None:
             start = self._offsets[name]
             host[start : start + len(values)] = values
 
-        lengths = np.diff(inputs.cu_q)
-        sequences = len(inputs.slots)
-        counts = (len(inputs.token_ids), sequences, lengths.max(), inputs.kv_lens.max(), len(inputs.row_ids))
-        put("counts", np.array(counts, np.int32))
+        lengths = inputs.cu_q[1:] - inputs.cu_q[:-1]
+        rows, sequences = len(inputs.token_ids), len(inputs.slots)
+        row_seqs = self._sequences[:sequences]
+        if rows != sequences:
+            row_seqs = np.repeat(row_seqs, lengths)
+        put("counts", (rows, sequences, lengths.max(), inputs.kv_lens.max(), len(inputs.row_ids)))
         put("cu_q", inputs.cu_q)
         put("kv_lens", inputs.kv_lens)
         put("row_ids", inputs.row_ids)
         put("seq_slots", inputs.slots)
         put("token_ids", inputs.token_ids)
         put("positions", inputs.positions)
-        put("row_seqs", np.repeat(np.arange(sequences, dtype=np.int32), lengths))
+        put("row_seqs", row_seqs)
         start = self._offsets["page_table"]
-        table = host[start : start + sequences * self.max_pages].reshape(sequences, self.max_pages)
+        used = start + sequences * self.max_pages
         width = min(inputs.page_table.shape[1], self.max_pages)
+        table = host[start:used].reshape(sequences, self.max_pages)
         table[:, :width] = inputs.page_table[:, :width]
-        # The long tensors come last: the copy ends with the last row in use.
-        used = self._offsets["row_seqs"] + len(inputs.token_ids)
         stream.upload(self.device.address, memory.address, 4 * used)
         event.record(stream)
 

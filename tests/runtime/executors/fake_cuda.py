@@ -29,6 +29,7 @@ class Launched:
     shared_bytes: int
     values: tuple[int | float, ...]
     types: tuple[type, ...]
+    overlap: bool
 
 
 def words(address: int, count: int) -> list[int]:
@@ -222,11 +223,14 @@ class FakeCuda:
     def cuGraphExecDestroy(self, graph: int) -> tuple[Any, ...]:
         return self._ended("cuGraphExecDestroy", "exec")
 
-    def cuLaunchKernel(self, function: str, *arguments: Any) -> tuple[Any, ...]:
-        x, y, z, threads, _, _, shared, _, (values, types), _ = arguments
+    def cuLaunchKernelEx(self, config: Any, function: str, params: Any, extra: int) -> tuple[Any, ...]:
         assert self._recording is not None, "a kernel was launched outside a graph"
-        self._recording.append(Launched(function, (x, y, z), threads, shared, values, types))
-        return self._done("cuLaunchKernel")
+        grid, (values, types) = (config.gridDimX, config.gridDimY, config.gridDimZ), params
+        overlap = config.numAttrs > 0
+        self._recording.append(
+            Launched(function, grid, config.blockDimX, config.sharedMemBytes, values, types, overlap)
+        )
+        return self._done("cuLaunchKernelEx")
 
     def cuGraphLaunch(self, graph: int, stream: int) -> tuple[Any, ...]:
         result = self._done("cuGraphLaunch")

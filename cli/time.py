@@ -1,0 +1,61 @@
+"""`tapeout time`: check and time the tactics of a pack on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tapeout.cli.streams import writing
+
+if TYPE_CHECKING:
+    from tapeout.compiler.tactics.gpu_timing import TimedPack
+
+_SHOWN = 20  # lost candidates that are listed
+
+
+@click.command("time", short_help="Time the tactics of a pack on a GPU.")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="CACHE.json",
+    help="The timing cache to write; timings it holds already are kept.",
+)
+@click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print all times as one JSON document, nothing else.")
+def command(pack: Path, output: Path, device: int, as_json: bool) -> None:
+    """Check and time the tactics of PACK, which `tapeout build --pack FILE` wrote, on this machine's GPU.
+
+    Needs the runtime and cuda-bindings only. A tactic that is wrong, crashes or hangs is lost, with
+    the reason in the cache; the engine is then built with `tapeout build --timing-cache CACHE.json`.
+
+    \b
+    tapeout time model.pack -o h200.json
+    tapeout time model.pack -o h200.json --device 1 --json
+    """
+    from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.tactics.gpu_timing import time_into_cache
+
+    with choose_progress(silent=as_json).stage("time", str(pack)) as stage:
+        done = time_into_cache(pack, output, device=device, progress=stage.update)
+        stage.update(f"{done.timed} of {done.pack.num_candidates} candidates")
+    with writing():
+        click.echo(json.dumps(done.to_json(), indent=2) if as_json else _summary(done, output))
+
+
+def _summary(done: TimedPack, output: Path) -> str:
+    lines = [f"warning: skipped {title}: {why}" for title, why in done.skipped.items()]
+    lines += [f"lost: {tactic} of {title}: {reason}" for title, tactic, reason in done.lost[:_SHOWN]]
+    if len(done.lost) > _SHOWN:
+        lines.append(f"and {len(done.lost) - _SHOWN} more, see {output}")
+    lines.append(
+        f"{done.gpu.text()}: {done.timed} of {done.pack.num_candidates} candidates timed, {len(done.lost)} "
+        f"lost, {done.times.restarts} restarts, {done.times.seconds:.1f} s"
+    )
+    lines.append(f"wrote {output}")
+    return "\n".join(lines)

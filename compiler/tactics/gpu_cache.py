@@ -1,0 +1,96 @@
+"""Timings of GPUs in the timing cache.
+
+An entry stands for a signature, a kind of step, the limits that shape it and a GPU; in it, by rows,
+outcomes by the digest of a tactic's kernels and launches. A changed kernel has another digest, so
+what was measured of the old one simply does not answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.tactics.outcome import Outcome
+from tapeout.compiler.targets import SKUS
+from tapeout.plugins.errors import UsageError
+from tapeout.runtime.engine.target import GpuFacts, is_model
+
+
+@dataclass(frozen=True, order=True)
+class Gpu:
+    """What times depend on: the model's name, compute capability, multiprocessors, memory."""
+
+    name: str
+    sm: int
+    sm_count: int
+    memory_gib: int
+
+    @classmethod
+    def of(cls, facts: GpuFacts) -> Gpu:
+        return cls(facts.name, facts.sm, facts.sm_count, round(facts.total_bytes / 2**30))
+
+    def text(self) -> str:
+        return f"{self.name} (sm_{self.sm}, {self.sm_count} multiprocessors, {self.memory_gib} GiB)"
+
+
+class GpuTimings:
+    """Outcomes of one GPU in a cache."""
+
+    def __init__(self, cache: TimingCache, gpu: Gpu) -> None:
+        self._cache, self.gpu = cache, gpu
+
+    def get(self, signature: str, kind: str, conditions: str, rows: int, kernel_hash: str) -> Outcome | None:
+        """What is known of a candidate; None when it was never measured."""
+        entry = self._cache.entries.get(self._key(signature, kind, conditions), {})
+        found = entry.get("rows", {}).get(str(rows), {}).get(kernel_hash)
+        return None if found is None else Outcome(found.get("time_us"), found.get("reason"))
+
+    def put(
+        self,
+        signature: str,
+        kind: str,
+        conditions: str,
+        rows: int,
+        kernel_hash: str,
+        tactic: str,
+        outcome: Outcome,
+    ) -> None:
+        """Record an outcome; the cache's `save` writes it."""
+        fresh = {"signature": signature, "kind": kind, "conditions": conditions, "gpu": asdict(self.gpu)}
+        key = self._key(signature, kind, conditions)
+        entry = self._cache.entries.setdefault(key, {**fresh, "rows": {}})
+        told = {"time_us": outcome.time_us} if outcome.time_us is not None else {"reason": outcome.reason}
+        entry["rows"].setdefault(str(rows), {})[kernel_hash] = {"tactic": tactic, **told}
+        self._cache.changed = True
+
+    def _key(self, signature: str, kind: str, conditions: str) -> str:
+        text = json.dumps([signature, kind, conditions, asdict(self.gpu)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def gpus_in(cache: TimingCache, sm: int) -> list[Gpu]:
+    """GPUs of a compute capability that the cache holds timings of."""
+    found = {Gpu(**entry["gpu"]) for entry in cache.entries.values() if "gpu" in entry}
+    return sorted(gpu for gpu in found if gpu.sm == sm)
+
+
+def timings_for(cache: TimingCache, target: str, sm: int) -> GpuTimings | None:
+    """The timings that serve a target; None when the cache holds none.
+
+    Raises UsageError where it holds those of several GPUs that the target could mean.
+    """
+    gpus, sku = gpus_in(cache, sm), target.removeprefix("cuda:")
+    hint = "name the model: " + ", ".join(f"cuda:{name}" for name, s in SKUS.items() if s.sm == sm)
+    if sku in SKUS:
+        gpus = [gpu for gpu in gpus if is_model(gpu.name, sku)]
+        gpus = [gpu for gpu in gpus if gpu.sm_count == SKUS[sku].sm_count] or gpus
+        hint = "keep a timing cache for each of them"
+    if len(gpus) > 1:
+        listed = "".join(f"\n  {gpu.text()}" for gpu in gpus)
+        raise UsageError(
+            f"timing cache {cache.path} holds timings of {len(gpus)} GPUs that {target} could mean:{listed}",
+            hint=hint,
+        )
+    return GpuTimings(cache, gpus[0]) if gpus else None

@@ -1,0 +1,113 @@
+"""Time a pack on a GPU of this machine and keep the outcomes in a timing cache.
+
+Nothing here needs torch or Triton: it runs where only the runtime is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapeout.compiler.files import check_output
+from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings
+from tapeout.compiler.tactics.outcome import Outcome
+from tapeout.plugins.errors import UsageError
+from tapeout.runtime.tactic_timer.pack import Entry, Pack
+from tapeout.runtime.tactic_timer.pack_file import read_pack
+from tapeout.runtime.tactic_timer.session import PackTimes, time_pack
+
+
+@dataclass(frozen=True)
+class TimedPack:
+    """What timing a pack gave.
+
+    Attributes:
+        gpu: where. entries, candidates: of the pack.
+        timed: candidates with a time. lost: the others: entry, tactic, reason.
+        skipped: entries nothing is known of, with the reason.
+    """
+
+    gpu: Gpu
+    pack: Pack
+    times: PackTimes
+    timed: int
+    lost: tuple[tuple[str, str, str], ...]
+    skipped: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the winner and all times of every entry."""
+        return {
+            "gpu": vars(self.gpu),
+            "target": self.pack.target,
+            "candidates": self.pack.num_candidates,
+            "timed": self.timed,
+            "lost": [{"entry": e, "tactic": t, "reason": r} for e, t, r in self.lost],
+            "skipped": dict(self.skipped),
+            "restarts": self.times.restarts,
+            "seconds": round(self.times.seconds, 3),
+            "entries": [self._entry(i, entry) for i, entry in enumerate(self.pack.entries)],
+        }
+
+    def _entry(self, index: int, entry: Entry) -> dict[str, Any]:
+        results = {
+            c.tactic: self.times.results[index, j]
+            for j, c in enumerate(entry.candidates)
+            if (index, j) in self.times.results
+        }
+        times = {n: r.time_us for n, r in results.items() if r.time_us is not None}
+        return {
+            "signature": entry.signature,
+            "kind": entry.kind,
+            "rows": entry.rows,
+            "tactic": min(times, key=lambda n: (times[n], n)) if times else None,
+            "times_us": dict(sorted(times.items(), key=lambda item: item[1])),
+            "rejected": {n: r.reason for n, r in results.items() if r.time_us is None},
+        }
+
+
+def time_into_cache(
+    pack_path: Path,
+    cache_path: Path | None,
+    *,
+    device: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> TimedPack:
+    """Time a pack; add what was found to the cache file, which is made when there is none.
+
+    Raises:
+        UsageError: the pack or the cache cannot be read, the cache cannot be written; told before
+            anything is timed.
+        EngineCorruptError: the pack is damaged. EngineIncompatibleError: the GPU cannot run it.
+    """
+    if cache_path is not None:
+        if cache_path.exists() and cache_path.samefile(pack_path):
+            raise UsageError(f"{cache_path} is the pack, which would be lost", hint="name another file with -o")
+        check_output(cache_path, "timing cache")
+    cache = TimingCache.load(cache_path)
+    pack = read_pack(pack_path).pack
+    times = time_pack(pack_path, pack, device=device, progress=progress)
+    done = record(pack, times, cache)
+    cache.save()
+    return done
+
+
+def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:
+    """Put what was measured into a cache (not yet its file)."""
+    gpu = Gpu.of(times.gpu)
+    timings = GpuTimings(cache, gpu)
+    lost, timed = [], 0
+    for (index, candidate), result in times.results.items():
+        entry = pack.entries[index]
+        tactic, outcome = entry.candidates[candidate], Outcome(result.time_us, result.reason)
+        timings.put(
+            entry.signature, entry.kind, entry.conditions, entry.rows, tactic.kernel_hash, tactic.tactic, outcome
+        )
+        if result.time_us is None:
+            lost.append((entry.title(), tactic.tactic, str(result.reason)))
+        else:
+            timed += 1
+    skipped = {pack.entries[index].title(): why for index, why in times.skipped.items()}
+    return TimedPack(gpu, pack, times, timed, tuple(lost), skipped)

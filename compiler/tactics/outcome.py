@@ -1,0 +1,14 @@
+"""What came of checking and timing one tactic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Microseconds a call (on a CPU in the fastest pass, on a GPU the median of replays), or why the
+    tactic may not be used."""
+
+    time_us: float | None
+    reason: str | None = None

@@ -1,0 +1,133 @@
+"""The running requests as arrays by slot: what planning and reading a step touch of all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tapeout.runtime.scheduler.request import Request
+
+
+class Running:
+    """The requests that hold a slot and have not ended.
+
+    Every step plans and reads every one of them. Object by object that would be most of the host's
+    time, so the numbers lie in arrays, and a step in which nobody ends runs no code per request.
+
+    What is *planned* runs ahead of what is *read* by up to one step: the planner counts tokens whose
+    ids the host has not seen yet. A slot keeps its numbers until another request gets it: a submitted
+    step may still use the slot of a request that has ended.
+
+    Args:
+        num_slots: requests that can run at a time.
+        max_output_tokens: most ids one of them can come to have.
+
+    Attributes ([num_slots]; a row of a slot that nobody ever had means nothing):
+        prompt_tokens, max_tokens: the request's, fixed.
+        cached_tokens: tokens in the KV cache after all submitted steps.
+        planned_tokens: output tokens sampled by all submitted steps.
+        output_tokens: output tokens read.
+        last_step: index of the last submitted step it is part of, -1 before.
+        alive: it has not ended.
+        look_at: output tokens with which something happens to the request whatever the ids are: its
+            first one, its last one, any one where it is watched.
+        output_ids: [num_slots, max_output_tokens], the ids read.
+        requests: who runs, None where nobody does. request_ids: their names, also after the end.
+    """
+
+    def __init__(self, *, num_slots: int, max_output_tokens: int) -> None:
+        def numbers() -> np.ndarray:
+            return np.zeros(num_slots, np.int32)
+
+        self.prompt_tokens, self.max_tokens = numbers(), numbers()
+        self.cached_tokens, self.planned_tokens, self.output_tokens = numbers(), numbers(), numbers()
+        self.last_step = np.full(num_slots, -1, np.int64)
+        self.alive = np.zeros(num_slots, bool)
+        self.look_at = numbers()
+        # Never cleared and mostly never touched: the system gives memory for what is written only.
+        self.output_ids = np.empty((num_slots, max_output_tokens), np.int32)
+        self.requests: list[Request | None] = [None] * num_slots
+        self.request_ids = np.full(num_slots, None, object)
+        self._by_id: dict[str, Request] = {}
+        self._order = np.zeros(0, np.int64)
+        self._came: list[int] = []  # slots that are not in the array yet
+        self._some_ended = False  # slots in it belong to requests that have ended
+        # How many requests an id can end. The last entry stays 0: it stands for all larger ids.
+        self._ended_by = np.zeros(1, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._by_id.get(request_id)
+
+    def names(self) -> list[str]:
+        """Request ids in order of admission."""
+        return list(self._by_id)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Slots in order of admission."""
+        if self._came:
+            self._order = np.concatenate([self._order, np.array(self._came, np.int64)])
+            self._came = []
+        if self._some_ended:
+            self._order = self._order[self.alive[self._order]]
+            self._some_ended = False
+        return self._order
+
+    def request(self, slot: int) -> Request:
+        """Who runs in the slot."""
+        found = self.requests[slot]
+        assert found is not None, f"nobody runs in slot {slot}"
+        return found
+
+    def add(self, request: Request) -> None:
+        """A request was given its slot."""
+        slot = request.slot
+        if self._some_ended:
+            self._order = self.order  # the slot may have been that of one who ended: not twice
+        self.prompt_tokens[slot], self.max_tokens[slot] = request.prompt_tokens, request.max_tokens
+        self.cached_tokens[slot] = self.planned_tokens[slot] = self.output_tokens[slot] = 0
+        self.last_step[slot] = -1
+        self.alive[slot], self.look_at[slot] = True, 1
+        self.requests[slot], self.request_ids[slot] = request, request.request_id
+        self._by_id[request.request_id] = request
+        self._came.append(slot)
+        self._count_ending_ids(request, 1)
+
+    def remove(self, request: Request) -> None:
+        """A running request has ended; nothing happens for one that never ran."""
+        if self._by_id.pop(request.request_id, None) is not None:
+            self.alive[request.slot] = False
+            self.requests[request.slot] = None
+            self._some_ended = True
+            self._count_ending_ids(request, -1)
+
+    def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """One id was read for each of these slots: which of them have to be looked at now, as indices.
+
+        The others go on, and nothing about them changes but their numbers.
+        """
+        counts = self.output_tokens[slots]
+        # One index into the flat array: NumPy takes half as long as with two.
+        self.output_ids.reshape(-1)[slots * self.output_ids.shape[1] + counts] = token_ids
+        counts += 1
+        self.output_tokens[slots] = counts
+        may_end = self._ended_by.take(token_ids, mode="clip") > 0
+        return np.flatnonzero(may_end | (counts >= self.look_at[slots]))
+
+    def ids_from(self, slot: int, start: int) -> list[int]:
+        """The ids read for a slot, without the first `start`."""
+        ids: list[int] = self.output_ids[slot, start : self.output_tokens[slot]].tolist()
+        return ids
+
+    def looked_at(self, request: Request) -> None:
+        """The request's newest token has been dealt with and did not end it."""
+        if not request.watched:
+            self.look_at[request.slot] = request.max_tokens
+
+    def _count_ending_ids(self, request: Request, change: int) -> None:
+        for token_id in request.ending_ids:
+            if token_id >= len(self._ended_by) - 1:
+                self._ended_by.resize(token_id + 2, refcheck=False)
+            self._ended_by[token_id] += change

@@ -1,0 +1,166 @@
+"""Numerics before times: the reference kernel against torch's values, then candidates against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+
+from tapeout.runtime.engine.container import DTYPES
+from tapeout.runtime.tactic_timer.device import Graph, Memory, fill_words
+from tapeout.runtime.tactic_timer.operands import Matrix, Operands, Shared
+from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Candidate, Entry, Samples
+
+_SLOTS = 4  # of a comparison's result: beyond tolerance, outside, largest error, NaN
+
+
+class Checker:
+    """Runs an entry's tactics in its step of checking. Operands stay for all candidates."""
+
+    def __init__(self, entry: Entry, memory: Memory, shared: Shared) -> None:
+        self._entry, self._memory, self._shared = entry, memory, shared
+        self._operands = Operands(entry, entry.check, memory, shared, guarded=True, copies=1, layers=2)
+        self._wanted, self._got = self._operands.new_outputs(), self._operands.new_outputs()
+        self._wanted_pool, self._got_pool = self._operands.new_pool(), self._operands.new_pool()
+        self._result_bytes = 4 * _SLOTS * len(self._got)
+        self._result = memory.allocate(self._result_bytes, "results of comparing")
+
+    def reference_problem(self) -> str | None:
+        """Run the reference; what is wrong with it (None: nothing). Comes before any candidate."""
+        self._run(self._entry.reference, self._wanted, self._wanted_pool)
+        found = self._compare(self._wanted)
+        for samples in self._entry.samples:
+            if problem := self._sample_problem(samples):
+                return f"{self._entry.reference.tactic}, the reference, differs from torch's: {problem}"
+        problem = self._outputs_problem(found)
+        # The other pool is as the step finds it: only what belongs to the step's rows may change.
+        changed, allowed = self._pool_differences(0.0, 0.0), self._new_elements()
+        if problem is None and changed > allowed:
+            problem = f"{changed} elements of the KV cache changed, {allowed} belong to the step's rows"
+        return None if problem is None else f"{self._entry.reference.tactic}, the reference: {problem}"
+
+    def problem(self, candidate: Candidate) -> str | None:
+        """Run a candidate on poisoned outputs; what is wrong with it, None when nothing is."""
+        self._operands.fill_pool(self._got_pool)
+        self._run(candidate, self._got, self._got_pool)
+        if problem := self._outputs_problem(self._compare(self._got)):
+            return problem
+        cache = self._entry.cache
+        if cache is not None and (count := self._pool_differences(cache.absolute, cache.relative)):
+            return f"the KV cache differs from the reference's in {count} elements"
+        return None
+
+    def _run(self, candidate: Candidate, outputs: Sequence[Matrix], pool: int) -> None:
+        for item in candidate.launches.launches:
+            self._shared.kernels.load(item.kernel)
+        self._operands.poison(outputs)
+
+        def launches() -> None:
+            self._operands.launch(candidate.launches, outputs, pool, 0, CHECKED_LAYER)
+
+        with closing(Graph(self._shared.stream, launches)) as graph:  # as engines run it
+            graph.replay()
+            self._shared.stream.wait()
+
+    def _compare(self, got: Sequence[Matrix]) -> np.ndarray:
+        """Int32 [outputs, 4] against the reference's: see the kernel `compare`."""
+        fill_words(self._result, 0, self._result_bytes, self._shared.stream)
+        for index, output in enumerate(self._entry.outputs):
+            mine, theirs = got[index], self._wanted[index]
+            start, rows = self._operands.guards(mine)
+            self._shared.tools.compare(
+                start, self._operands.guards(theirs)[0], mine.dtype, self._result + 4 * _SLOTS * index,
+                mine.real, rows, mine.columns, mine.row_stride, output.absolute, output.relative,
+            )  # fmt: skip
+        return self._memory.download(self._result, (len(got), _SLOTS), np.dtype(np.int32))
+
+    def _pool_differences(self, absolute: float, relative: float) -> int:
+        """Elements in which the two pools differ by more than that."""
+        cache = self._entry.cache
+        if cache is None:
+            return 0
+        fill_words(self._result, 0, 4, self._shared.stream)
+        elements = self._operands.pool_bytes() // DTYPES[cache.dtype][1]
+        self._shared.tools.compare_cache(
+            self._got_pool, self._wanted_pool, cache.dtype, self._result, elements, absolute, relative
+        )
+        return int(self._memory.download(self._result, (1,), np.dtype(np.int32))[0])
+
+    def _outputs_problem(self, found: np.ndarray) -> str | None:
+        for output, matrix, row in zip(self._entry.outputs, self._got, found, strict=True):
+            bad, outside, bits, missing = row.tolist()
+            elements = matrix.real * matrix.columns
+            if missing:
+                return f"output {output.name}: {missing} of {elements} elements are NaN or were not written"
+            if bad:
+                largest = float(np.array(bits, np.int32).view(np.float32))
+                return (
+                    f"output {output.name}: {bad} of {elements} elements differ, by at most {largest:.3g} "
+                    f"(tolerance {output.absolute:g} + {output.relative:g} * |expected|)"
+                )
+            if outside:
+                return f"output {output.name}: {outside} elements outside its rows were written"
+        return None
+
+    def _new_elements(self) -> int:
+        """Elements of the pool that belong to the step's rows."""
+        cache = self._entry.cache
+        return 0 if cache is None else self._entry.check.rows * 2 * cache.kv_heads * cache.head_dim
+
+    def _sample_problem(self, samples: Samples) -> str | None:
+        count = len(samples.rows) * len(samples.columns)
+        numbers = self._shared.numbers[samples.start : samples.start + count]
+        wanted = numbers.reshape(len(samples.rows), len(samples.columns)).astype(np.float64)
+        if samples.output < 0:
+            cache = self._entry.cache
+            assert cache is not None
+            got, name = self._pool_rows(samples), "the KV cache"
+            tolerance = (cache.absolute, cache.relative)
+        else:
+            output = self._entry.outputs[samples.output]
+            got, name = self._output_rows(samples), f"output {output.name}"
+            tolerance = (output.absolute, output.relative)
+        error = np.abs(got.astype(np.float64) - wanted)
+        bad = ~(error <= tolerance[0] + tolerance[1] * np.abs(wanted))
+        if not bad.any():
+            return None
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        return (
+            f"{name}: {int(bad.sum())} of {count} sampled elements; at row {samples.rows[row]}, column "
+            f"{samples.columns[column]} got {got[row, column]:.7g}, expected {wanted[row, column]:.7g}"
+        )
+
+    def _output_rows(self, samples: Samples) -> np.ndarray:
+        """Float32 [rows, columns] of the reference's result."""
+        matrix = self._wanted[samples.output]
+        vector = not matrix.shape
+        rows = []
+        for row in samples.rows:
+            at = 0 if vector else row * matrix.row_stride
+            values = self._download(matrix.address, at, matrix.columns, matrix.dtype)
+            rows.append(values[[row]] if vector else values[list(samples.columns)])
+        return np.stack(rows)
+
+    def _pool_rows(self, samples: Samples) -> np.ndarray:
+        """Float32 [rows, columns]: keys and values of single tokens in the reference's pool."""
+        cache = self._entry.cache
+        assert cache is not None
+        tokens, dim = cache.tokens_per_page, cache.head_dim
+        page_elements = 2 * cache.kv_heads * tokens * dim
+        rows = []
+        for row in samples.rows:
+            page, slot = divmod(row, tokens)
+            start = (page * self._operands.layers + CHECKED_LAYER) * page_elements
+            values = self._download(self._wanted_pool, start, page_elements, cache.dtype)
+            of_slot = values.reshape(2 * cache.kv_heads, tokens, dim)[:, slot].reshape(-1)
+            rows.append(of_slot[list(samples.columns)])
+        return np.stack(rows)
+
+    def _download(self, address: int, start: int, count: int, dtype: str) -> np.ndarray:
+        """`count` elements from element `start`, as float32."""
+        at = address + start * DTYPES[dtype][1]
+        if dtype == "bfloat16":  # the upper half of float32
+            raw = self._memory.download(at, (count,), np.dtype(np.uint16))
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        return self._memory.download(at, (count,), np.dtype(dtype)).astype(np.float32)

@@ -1,0 +1,84 @@
+"""Times of tactics: replays of a graph of calls that rotate over the weights, as layers of a model do.
+
+Activations stay in place: in a step, too, they come from the launch before and lie in the same arena.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from contextlib import closing
+
+from tapeout.runtime.tactic_timer.device import Graph, Memory, TimedEvents
+from tapeout.runtime.tactic_timer.operands import Operands, Shared, layer_bytes, weight_bytes
+from tapeout.runtime.tactic_timer.pack import Candidate, Entry
+
+_CACHES = 2  # times the L2 cache that a rotation reads
+_MAX_COPIES = 32  # small weights stay in the cache in a real step too
+_FIRST_CALLS = 4
+_GRAPH_US, _MAX_CALLS = 200.0, 128  # of a replay: long beside the clock's step of half a microsecond
+_REPLAYS, _MIN_REPLAYS, _REPLAYS_US = 15, 5, 10_000.0
+_HOPELESS = 4  # times the best: what a first replay must take to have lost
+
+
+class Timer:
+    """Times an entry's candidates in its step of timing."""
+
+    def __init__(self, entry: Entry, memory: Memory, shared: Shared, l2_bytes: int) -> None:
+        rotated = max(1, weight_bytes(entry) + layer_bytes(entry, entry.timing))
+        self._copies = min(_MAX_COPIES, max(1, math.ceil(_CACHES * l2_bytes / rotated)))
+        self._operands = Operands(
+            entry, entry.timing, memory, shared, guarded=False, copies=self._copies, layers=self._copies
+        )
+        self._outputs, self._pool = self._operands.new_outputs(), self._operands.new_pool()
+        self._shared = shared
+
+    def time_us(self, candidate: Candidate, best_us: float) -> float:
+        """Microseconds a call, the median of replays; rounded, because what is stored decides.
+
+        A candidate whose first replay takes many times `best_us` a call has lost and is not timed
+        further.
+        """
+        for item in candidate.launches.launches:
+            self._shared.kernels.load(item.kernel)
+        calls = max(_FIRST_CALLS, self._copies)
+        with closing(self._graph(candidate, calls)) as graph:
+            self._replays_us(graph, 1)  # instructions and descriptors reach the device
+            call_us = self._replays_us(graph, 1) / calls
+            if call_us > _HOPELESS * best_us:
+                return round(call_us, 3)
+            if call_us * calls >= _GRAPH_US:
+                return round(self._median_us(graph, call_us * calls) / calls, 3)
+        turns = math.ceil(min(_MAX_CALLS, _GRAPH_US / call_us) / self._copies)
+        calls = max(1, turns) * self._copies  # whole rotations
+        with closing(self._graph(candidate, calls)) as graph:
+            self._replays_us(graph, 1)
+            return round(self._median_us(graph, call_us * calls) / calls, 3)
+
+    def warm_up(self, candidate: Candidate, duration_us: float) -> None:
+        """Keep the GPU busy for about so long: one that idled clocks low at first."""
+        for item in candidate.launches.launches:
+            self._shared.kernels.load(item.kernel)
+        with closing(self._graph(candidate, self._copies)) as graph:
+            spent = 0.0
+            while spent < duration_us:
+                spent += max(10.0, self._replays_us(graph, 10) * 10)
+
+    def _graph(self, candidate: Candidate, calls: int) -> Graph:
+        def launches() -> None:
+            for call in range(calls):
+                turn = call % self._copies
+                self._operands.launch(candidate.launches, self._outputs, self._pool, turn, turn)
+
+        return Graph(self._shared.stream, launches)
+
+    def _median_us(self, graph: Graph, replay_us: float) -> float:
+        wanted = math.floor(_REPLAYS_US / max(replay_us, 1.0))
+        return self._replays_us(graph, min(_REPLAYS, max(_MIN_REPLAYS, wanted)))
+
+    def _replays_us(self, graph: Graph, count: int) -> float:
+        """Median microseconds of `count` replays, queued without a pause between them."""
+        with closing(TimedEvents(count)) as events:
+            for index in range(count):
+                events.around(index, graph.replay, self._shared.stream)
+            return statistics.median(events.elapsed_us(index) for index in range(count))

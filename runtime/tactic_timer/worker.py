@@ -1,0 +1,197 @@
+"""The child process that touches the GPU: `python -m tapeout.runtime.tactic_timer.worker`.
+
+Reads one JSON job from stdin and writes one JSON message a line to stdout. Every risky step is
+announced first, so that whoever reads knows which candidate a crash or a hang belongs to.
+
+    {"event": "ready", "gpu": {...}}                     the pack is read, the GPU is open
+    {"event": "begin", "entry": e, "candidate": c, "phase": p}   c is -1 while operands and reference run
+    {"event": "outcome", "entry": e, "candidate": c, "time_us": t | "reason": r}
+    {"event": "entry", "entry": e, "skipped": why | null}    all outcomes of the entry were told
+    {"event": "fault", "reason": r}                      the context is lost; the process ends
+    {"event": "error", "kind": class, "message": m, "hint": h}   nothing can be timed here
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError
+from tapeout.runtime.engine.target import GpuFacts
+from tapeout.runtime.executors.cuda.driver import Device, Stream, open_device
+from tapeout.runtime.tactic_timer.checking import Checker
+from tapeout.runtime.tactic_timer.device import Kernels, Memory, is_alive, l2_bytes
+from tapeout.runtime.tactic_timer.operands import Shared
+from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.tactic_timer.pack_file import PackFile, read_pack
+from tapeout.runtime.tactic_timer.timing import Timer
+from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
+
+Send = Callable[[dict[str, Any]], None]
+
+_WARM_UP_US = 100_000.0
+
+
+class ContextLost(Exception):
+    """The context answers errors only; `reason` is the first of them."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Worker:
+    """Checks and times entries of a pack on one GPU."""
+
+    def __init__(self, file: PackFile, device: Device, l2: int, send: Send) -> None:
+        self._pack, self._send, self._l2 = file.pack, send, l2
+        device.make_current()
+        with ExitStack() as stack:
+            stream = stack.enter_context(closing(Stream()))
+            kernels = stack.enter_context(
+                closing(Kernels(file.pack.kernels, file.cubins.__getitem__, stream))
+            )
+            tools = ToolKernels(kernels, file.pack.tools)
+            self._shared = Shared(kernels, tools, stream, file.numbers)
+            self._resources = stack.pop_all()
+        self._warm = False
+
+    def run(self, index: int, lost: Mapping[int, str]) -> None:
+        """Tell the outcome of every candidate of an entry that is not `lost` already.
+
+        Raises ContextLost when a kernel broke the context.
+        """
+        candidates = self._pack.entries[index].candidates
+        untold, skipped = set(range(len(candidates))) - lost.keys(), None
+        for candidate in sorted(c for c in untold if candidates[c].reason):
+            self._tell(index, candidate, reason=candidates[candidate].reason)
+            untold.remove(candidate)
+        try:
+            self._time(index, self._correct(index, untold), untold)
+        except CapacityError as error:
+            skipped = error.message
+        except TapeoutError as error:  # of the operands or the reference, not of a candidate
+            for candidate in sorted(untold):
+                self._tell(index, candidate, reason=f"not judged: {error.message}")
+        self._send({"event": "entry", "entry": index, "skipped": skipped})
+
+    def close(self) -> None:
+        self._resources.close()
+
+    def _correct(self, index: int, untold: set[int]) -> list[int]:
+        """Those whose results are right; tells the reasons of the others."""
+        entry, correct = self._pack.entries[index], []
+        with Memory(self._shared.stream) as memory:
+            with self._step(index, -1, "reference"):
+                checker = Checker(entry, memory, self._shared)
+                if problem := checker.reference_problem():
+                    raise TapeoutError(problem)
+            for c in sorted(untold):
+                try:
+                    with self._step(index, c, "check"):
+                        problem = checker.problem(entry.candidates[c])
+                except TapeoutError as error:
+                    problem = error.message
+                if problem is None:
+                    correct.append(c)
+                else:
+                    self._tell(index, c, reason=problem)
+                    untold.remove(c)
+        return correct
+
+    def _time(self, index: int, candidates: list[int], untold: set[int]) -> None:
+        """Tell the times; the fastest so far bounds how long the others are looked at."""
+        entry, best_us = self._pack.entries[index], float("inf")
+        if not candidates:
+            return
+        with Memory(self._shared.stream) as memory:
+            with self._step(index, -1, "operands"):
+                timer = Timer(entry, memory, self._shared, self._l2)
+                if not self._warm:
+                    timer.warm_up(entry.reference, _WARM_UP_US)
+                    self._warm = True
+            for c in candidates:
+                outcome: dict[str, Any]
+                try:
+                    with self._step(index, c, "time"):
+                        outcome = {"time_us": timer.time_us(entry.candidates[c], best_us)}
+                    best_us = min(best_us, outcome["time_us"])
+                except TapeoutError as error:
+                    outcome = {"reason": error.message}
+                self._tell(index, c, **outcome)
+                untold.remove(c)
+
+    @contextmanager
+    def _step(self, entry: int, candidate: int, phase: str) -> Iterator[None]:
+        """Announce what comes, and look at the context when it failed."""
+        self._send({"event": "begin", "entry": entry, "candidate": candidate, "phase": phase})
+        try:
+            yield
+        except TapeoutError as error:
+            if not is_alive():
+                raise ContextLost(error.message) from error
+            raise
+
+    def _tell(self, entry: int, candidate: int, **outcome: Any) -> None:
+        self._send({"event": "outcome", "entry": entry, "candidate": candidate, **outcome})
+
+
+def check_pack(pack: Pack, path: Path, gpu: GpuFacts) -> None:
+    """Raise EngineIncompatibleError unless the GPU and its driver can run the pack's kernels."""
+    if gpu.sm != pack.sm:
+        raise EngineIncompatibleError(
+            f"{path} holds kernels for sm_{pack.sm} ({pack.target}), this GPU is {gpu.name}, sm_{gpu.sm}",
+            hint=f"make a pack for it: tapeout build MODEL --target cuda:sm_{gpu.sm} --pack FILE",
+        )
+    major = pack.cuda.partition(".")[0]
+    if major.isdecimal() and gpu.driver_version // 1000 < int(major):
+        have = f"{gpu.driver_version // 1000}.{gpu.driver_version % 1000 // 10}"
+        raise EngineIncompatibleError(
+            f"{path} holds kernels made with CUDA {pack.cuda}, this machine's driver is for CUDA {have}",
+            hint=f"install a driver for CUDA {major}.0 or newer",
+        )
+
+
+def serve(job: Mapping[str, Any], send: Send) -> None:
+    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: reason}}}."""
+    try:
+        path = Path(job["pack"])
+        file = read_pack(path)
+        device = open_device(int(job["device"]))
+        check_pack(file.pack, path, device.facts)
+        worker = Worker(file, device, l2_bytes(int(job["device"])), send)
+    except TapeoutError as error:
+        kind = type(error).__name__
+        send({"event": "error", "kind": kind, "message": error.message, "hint": error.hint})
+        return
+    send({"event": "ready", "gpu": asdict(device.facts)})
+    try:
+        for index in job["entries"]:
+            known = job["lost"].get(str(index), {})
+            worker.run(index, {int(c): reason for c, reason in known.items()})
+    except ContextLost as lost:
+        send({"event": "fault", "reason": lost.reason})
+        return  # nothing can be freed in a broken context; the end of the process does it
+    worker.close()
+
+
+def main() -> None:
+    """Messages go to the real stdout; whatever else prints goes to stderr."""
+    with os.fdopen(os.dup(1), "w", buffering=1) as channel:
+        os.dup2(2, 1)
+
+        def send(message: dict[str, Any]) -> None:
+            channel.write(json.dumps(message) + "\n")
+            channel.flush()
+
+        serve(json.loads(sys.stdin.read()), send)
+
+
+if __name__ == "__main__":
+    main()
