@@ -36,7 +36,7 @@ MODELS = {
     "llama-3.2-1b": (2048, 32, 8, 64, 8192, 128256),
     "llama-3.1-8b": (4096, 32, 8, 128, 14336, 128256),
 }
-ROWS = (1, 8, 64, 512, 2048)
+ROWS = tuple(map(int, os.environ.get("ROWS", "1,8,64,512,2048").split(",")))
 ROTATED_BYTES, MAX_COPIES, REPLAYS = 256 << 20, 32, 30
 SHARED_BYTES = 232448
 SM_COUNTS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170}
@@ -98,6 +98,7 @@ def model_cases(model: str, dtype: str) -> Iterator[tuple[str, Case]]:
         "mixed": ((70, 70), (20, 83), (1, 50), (1, 1), (3, 100), *((1, 300 + 17 * i) for i in range(20))),
         "prefill 512": ((512, 512),),
         "prefill 2048": ((2048, 2048),),
+        "prefill 8192": ((8192, 8192),),
         "chunk 512 of 2048": ((512, 2048),),
     }
     for label, sequences in steps.items():
@@ -149,6 +150,8 @@ def make(
                 if tactic.unsupported(case.signature, target) or not re.search(named, tactic.name):
                     continue
                 for rows in case.rows:
+                    if not re.search(os.environ.get("CASE", ""), label):
+                        continue
                     if not wanted(model, dtype, tactic, case, rows, quick):
                         continue
                     bucket = bucket_of(model, rows)
@@ -239,7 +242,7 @@ class Device:
         config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
         config.blockDimX, config.blockDimY, config.blockDimZ = fields["threads"], 1, 1
         config.sharedMemBytes, config.hStream = fields["shared_bytes"], stream
-        if fields["overlap"]:
+        if fields["overlap"] and "TAPEOUT_NO_OVERLAP" not in os.environ:
             attribute = driver.CUlaunchAttribute()
             ids = driver.CUlaunchAttributeID
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

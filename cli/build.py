@@ -16,6 +16,7 @@ from tapeout.cli.streams import writing
 from tapeout.compiler.options import DTYPE_ALIASES, FIELDS
 
 if TYPE_CHECKING:
+    from tapeout.compiler.options import BuildOptions
     from tapeout.compiler.report import BuildReport
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,12 +63,16 @@ def command(model: str, output: Path | None, config: Path | None, as_json: bool,
     tapeout build HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2.engine
     tapeout build model.gguf -o model.engine --dtype bf16 --max-batch-size 16
     tapeout build ./checkpoint -o model.engine --dry-run
+    tapeout build ./checkpoint --target cuda:h200 --pack model.pack
     """
     from tapeout.cli.progress import choose_progress
     from tapeout.compiler.options_file import load_options
 
     given = {name: value for name, value in flags.items() if value is not None}
     options = load_options(config, given)
+    if options.pack is not None:
+        _build_pack(model, output, options, config, as_json)
+        return
     if output is None:
         if not options.dry_run:
             raise click.UsageError("Missing option '-o' / '--output': where to write the engine.")
@@ -85,6 +90,34 @@ def command(model: str, output: Path | None, config: Path | None, as_json: bool,
     report = build(model, output, options, progress, inputs)
     with writing():
         click.echo(json.dumps(report.to_json(), indent=2) if as_json else summary(report))
+
+
+def _build_pack(
+    model: str, output: Path | None, options: BuildOptions, config: Path | None, as_json: bool
+) -> None:
+    """Write a pack instead of an engine."""
+    from tapeout.cli.progress import choose_progress
+
+    if output is not None or options.dry_run:
+        other = "--dry-run" if output is None else "--output"
+        raise click.UsageError(f"--pack writes a pack and no engine, it does not go with {other}.")
+    check_output(options.pack, "--pack")  # type: ignore[arg-type]
+
+    from tapeout.compiler.build_pack import build_pack
+
+    report = build_pack(model, options, choose_progress(silent=as_json), () if config is None else (config,))
+    with writing():
+        if as_json:
+            click.echo(json.dumps(report.to_json(), indent=2))
+            return
+        lines = [
+            f"{report.candidates} candidates at {report.entries} places for {report.target}, {report.dtype}",
+            f"wrote, with {report.kernels} kernels",
+            table([(report.pack.name, human_bytes(report.file_bytes))]),
+            f"{sum(report.stage_seconds.values()):.1f} s",
+            f"on the GPU: tapeout time {report.pack} -o CACHE.json",
+        ]
+        click.echo("\n".join(lines))
 
 
 def default_name(model: str) -> str:

@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "tapeout.cli.bench",
     "inspect": "tapeout.cli.inspect",
     "weights": "tapeout.cli.weights",
+    "time": "tapeout.cli.time",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -58,6 +59,7 @@ def cli(log_level: str) -> None:
     tapeout bench latency FILE    measure an engine
     tapeout inspect FILE          what an engine holds
     tapeout weights FILE          the weight file of an engine that shares it
+    tapeout time FILE -o CACHE    time the tactics of a pack on a GPU
 
     Exit codes: 0 success, 1 unexpected failure, 2 usage, 3 unusable engine, 4 out of memory,
     5 unsupported model, dtype or target, 130 interrupted, 143 terminated.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import resource
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,28 +14,21 @@ from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
 from tapeout.compiler.cuda_plan import check_alignment
 from tapeout.compiler.describe import describe, memory_plan, texts_of
 from tapeout.compiler.engine_writer import stage_engine
+from tapeout.compiler.front_end import Stages, lower_model
 from tapeout.compiler.graph import Graph
-from tapeout.compiler.limits import resolve_dtype, resolve_limits, resolve_target, target_kind
-from tapeout.compiler.lower import lower
+from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
-from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.plan import plan_program
-from tapeout.compiler.progress import Progress, SilentProgress, Stage
+from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.compiler.recipe_book import RECIPES_TEXT, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
-from tapeout.compiler.trace import INTERFACE, trace
-from tapeout.model_defs import ModelSource, TensorInfo, open_model
-from tapeout.model_defs.check_checkpoint import check_checkpoint
-from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
+from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
 from tapeout.plugins.native import detect_host
-from tapeout.plugins.triton_aot.digest import triton_version
 from tapeout.runtime.engine.manifest import Manifest
-
-FindTensor = Callable[[str], TensorInfo]
 
 
 def build(
@@ -60,40 +52,29 @@ def build(
     Raises:
         TapeoutError: see its subclasses; nothing appears under `output` then.
     """
-    stages = _Stages(progress or SilentProgress())
+    stages = Stages(progress or SilentProgress())
     check_outputs(output, options, inputs)
     host = detect_host()
     cache = TimingCache.load(options.timing_cache)
-    with stages("config", model):
-        source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
-        check_apart(output, options, source.files)
-        limits = resolve_limits(options, source.config.get_text_config())
-        dtype = resolve_dtype(options, source.config)
-        if target_kind(options) == "cuda":
-            triton_version()  # without the kernels' compiler there is no point in tracing
-    with stages("trace", f"{source.config.model_type}, {dtype}"):
-        graph, find_tensor = trace_source(source, dtype)
-    with stages("passes") as stage:
-        passes = passes_for(options)
-        expected = expected_matches(source.config, passes)
-        matches = run_passes(graph, passes, expected, dump=options.dump)
-        module = lower(graph)
-        stage.update(f"{len(module.nodes)} ops")
+    front = lower_model(model, options, stages, lambda source: check_apart(output, options, source.files))
+    source, graph, module, limits = front.source, front.graph, front.module, front.limits
     target = resolve_target(options, host)
     with stages("tactics", target) as stage:
         if target.startswith("cuda:"):
-            chosen = choose_for_cuda(source, module, limits, target, options)
+            chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
         else:
             chosen = choose_for_cpu(module, limits, host, options, cache, stage)
     program = plan_program(module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple)
     if chosen.row_multiple > 1:
         check_alignment(program)
-    manifest = describe(source, module, options, target, dtype, limits, matches, chosen.choices.timed)
+    manifest = describe(
+        source, module, options, target, front.dtype, limits, front.matches, chosen.choices.timed
+    )
     weights = {name: graph.weights[name] for name in module.weights}
     memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
     report = _report(output, options, manifest, memory, chosen)
     if options.dry_run:
-        return stages.finish(replace(report, file_bytes=_planned_files(report, options, chosen)))
+        return _finished(stages, replace(report, file_bytes=_planned_files(report, options, chosen)))
 
     texts, read = texts_of(source, module), _reader(source, graph)
     if options.weights == "shared":
@@ -115,20 +96,21 @@ def build(
                     progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
                 )
             )
-        verdict = _verify(options, target, stages, lambda: compare(source, staged.path, find_tensor))
-        report = stages.finish(
+        verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_tensor))
+        report = _finished(
+            stages,
             replace(
                 report,
                 file_bytes=staged.result.file_bytes,
                 section_bytes=dict(staged.result.sizes),
                 parity={**verdict.manifest, **verdict.figures},
-            )
+            ),
         )
         staged.commit(replace(manifest, parity=verdict.manifest), (report_path(output), report.text()))
     return report
 
 
-def _verify(options: BuildOptions, target: str, stages: _Stages, comparison: Callable[[], Parity]) -> Parity:
+def _verify(options: BuildOptions, target: str, stages: Stages, comparison: Callable[[], Parity]) -> Parity:
     """The comparison with Hugging Face, or why there is none."""
     if not options.verify:
         return SKIPPED
@@ -145,19 +127,6 @@ def _planned_files(report: BuildReport, options: BuildOptions, chosen: Chosen) -
     if options.weights == "shared":
         return {report.engine.name: kernels, "shared weights": weights}
     return {report.engine.name: kernels + weights}
-
-
-def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindTensor]:
-    """Trace a model after checking its checkpoint; also gives the tensor that fills a parameter."""
-    model = load_meta_model(source, dtype, INTERFACE)
-    expected, tied = expected_tensors(model)
-    check_checkpoint(source, expected, tied)
-    tensors = source.checkpoint.tensors
-
-    def find_tensor(name: str) -> TensorInfo:
-        return tensors[name] if name in tensors else tensors[tied[name]]
-
-    return trace(model, find_tensor), find_tensor
 
 
 def _reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:
@@ -196,21 +165,7 @@ def _report(
     )
 
 
-class _Stages:
-    """Times stages and tells the listener."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str, detail: str = "") -> Iterator[Stage]:
-        start = time.perf_counter()
-        with self.progress.stage(name, detail) as stage:
-            yield stage
-        self.seconds[name] = time.perf_counter() - start
-
-    def finish(self, report: BuildReport) -> BuildReport:
-        """The report with times and peak memory."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return replace(report, stage_seconds=dict(self.seconds), peak_memory_bytes=peak)
+def _finished(stages: Stages, report: BuildReport) -> BuildReport:
+    """The report with times and peak memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return replace(report, stage_seconds=dict(stages.seconds), peak_memory_bytes=peak)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from tapeout.compiler.cuda_plan import ROW_MULTIPLE, choose_cuda, plan_cuda, ranges_of
+from tapeout.compiler.cuda_plan import ROW_MULTIPLE, plan_cuda, ranges_of
 from tapeout.compiler.ir import Module
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.plan import signatures_of
 from tapeout.compiler.progress import Stage
 from tapeout.compiler.tactics.cache import Machine, TimingCache
+from tapeout.compiler.tactics.gpu_decide import decide
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
 from tapeout.compiler.targets import cuda_target
 from tapeout.model_defs import ModelSource
@@ -41,23 +42,28 @@ class Chosen:
 
 
 def choose_for_cuda(
-    source: ModelSource, module: Module, limits: Limits, target: str, options: BuildOptions
+    source: ModelSource,
+    module: Module,
+    limits: Limits,
+    target: str,
+    options: BuildOptions,
+    cache: TimingCache,
+    stage: Stage,
 ) -> Chosen:
-    """Default tactics and their cubins: nothing is timed yet, which the manifest says."""
+    """Tactics from the timing cache, timed on a GPU of this machine, or defaults; and their cubins."""
     gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
-    chosen = choose_cuda(signatures_of(module), limits, gpu, batch_invariant=options.batch_invariant)
-    choices = Choices(ranges_of(chosen.mixed), (), timed=False)
-    warnings = [f"tactics for {target} are defaults, nothing was timed"]
-    if options.timing_cache is not None:
-        warnings.append(f"timing cache {options.timing_cache} is not used: it holds no timings of GPUs yet")
+    decided = decide(signatures_of(module), limits, gpu, target, options, cache, stage.update)
+    timed, chosen = decided.timed, decided.timed.choices
+    choices = Choices(ranges_of(chosen.mixed), timed.timings, timed.timed)
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
-        return Chosen(choices, {}, None, ROW_MULTIPLE, tuple(warnings), workspace)
+        return Chosen(choices, {}, None, ROW_MULTIPLE, decided.warnings, workspace)
     dtype = module.values()[module.logits.value].dtype
     known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
     plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
     workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
-    return Chosen(choices, plan.cubins, plan.table, ROW_MULTIPLE, tuple(warnings), workspace)
+    stage.update(f"{timed.known} of {timed.candidates} candidates timed, {len(plan.table.kernels)} kernels")
+    return Chosen(choices, plan.cubins, plan.table, ROW_MULTIPLE, decided.warnings, workspace)
 
 
 def choose_for_cpu(

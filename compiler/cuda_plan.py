@@ -84,10 +84,14 @@ def choose_cuda(
             missing += [f"  {name}: {reason}" for name, reason in reasons.items()]
             continue
         if batch_invariant:
-            general = [min(suited_tactics(general, sizes[-1]), key=partial(_total_us, signature, sizes, target))]
+            general = [
+                min(suited_tactics(general, sizes[-1]), key=partial(_total_us, signature, sizes, target))
+            ]
         mixed[key] = merge_ranges([chosen_at(signature, general, rows, target) for rows in sizes])
         if len(usable) > len(general) and not batch_invariant:
-            decode[key] = merge_ranges([chosen_at(signature, usable, rows, target) for rows in decode_buckets(limits)])
+            decode[key] = merge_ranges(
+                [chosen_at(signature, usable, rows, target) for rows in decode_buckets(limits)]
+            )
     if missing:
         raise UnsupportedError(
             f"no CUDA tactic on sm_{target.sm} for these ops:\n" + "\n".join(f"  {m}" for m in missing),

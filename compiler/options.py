@@ -152,6 +152,14 @@ class BuildOptions:
         check=_file,
         metavar="FILE",
     )
+    pack: Path | None = _option(
+        None,
+        Path,
+        "Write the tactics of a cuda target to FILE, for `tapeout time`; no engine is written.",
+        identity=False,
+        check=_file,
+        metavar="FILE",
+    )
     weights: str = _option(
         "embedded",
         str,

@@ -28,9 +28,14 @@ def check_outputs(output: Path, options: BuildOptions, inputs: Iterable[Path] = 
     check_apart(output, options, inputs)
 
 
-def check_apart(output: Path, options: BuildOptions, inputs: Iterable[Path]) -> None:
-    """Refuse a build that would write one file twice or overwrite one of `inputs`. Raises UsageError."""
-    written = {"output": output, "report": report_path(output)}
+def check_apart(output: Path | None, options: BuildOptions, inputs: Iterable[Path]) -> None:
+    """Refuse a build that would write one file twice or overwrite one of `inputs`. Raises UsageError.
+
+    `output` is None where a pack is written and no engine.
+    """
+    written = {} if output is None else {"output": output, "report": report_path(output)}
+    if options.pack is not None:
+        written["pack"] = options.pack
     if options.timing_cache is not None:
         written["timing cache"] = options.timing_cache
     if options.dump is not None:

@@ -39,9 +39,7 @@ class Sampled:
     values: np.ndarray
 
 
-def expected(
-    signature: OpSignature, entry: Entry, stored: Mapping[str, np.ndarray]
-) -> tuple[Sampled, ...]:
+def expected(signature: OpSignature, entry: Entry, stored: Mapping[str, np.ndarray]) -> tuple[Sampled, ...]:
     """Samples of the entry's step of checking.
 
     Args:
@@ -214,19 +212,19 @@ class _Values:
             return torch.from_numpy(tensors[content.name][rows])
         if content.kind == "stored":
             return torch.from_numpy(self._stored[name][rows])
-        vector = not rest
-        at = (np.zeros(1, np.uint32), rows) if vector else (rows, np.arange(int(np.prod(rest))))
+        vector = not rest  # one row
+        lines, columns = (np.zeros(1, np.uint32), rows) if vector else (rows, np.arange(int(np.prod(rest))))
         if content.kind == "integers":
-            made = torch.from_numpy(integers(content.seed, *at, content.high))
+            made = torch.from_numpy(integers(content.seed, lines, columns, content.high))
         else:
-            count = len(at[0]) * len(at[1])
+            count = len(lines) * len(columns)
             if count > _MAX_WEIGHT_ELEMENTS:
                 raise UnsupportedError(
                     f"{self._entry.title()}: an element of the result takes {count:,} elements of an "
                     f"operand, expected at most {_MAX_WEIGHT_ELEMENTS:,}",
                     hint="say in the op's cases.py what an element depends on (SAMPLING)",
                 )
-            values = normals(content.seed, *at, content.factor)
+            values = normals(content.seed, lines, columns, content.factor)
             made = torch.from_numpy(values).to(getattr(torch, operand.dtype))
         return made[0] if vector else made.reshape(len(rows), *rest)
 

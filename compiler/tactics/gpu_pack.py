@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.tactic_check.tools import tool_specs
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all, compile_kernel
 from tapeout.plugins.triton_aot.digest import ptxas_version
-from tapeout.runtime.engine.launches import Kernel, RangeLaunches
+from tapeout.runtime.engine.launches import RangeLaunches
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.tactic_timer.pack import Candidate, Entry, Pack, Samples
 from tapeout.runtime.tactic_timer.pack_file import PackFile, encode_pack
@@ -53,7 +53,9 @@ def make_pack(
     tools = dict(tool_specs(_float_types(decisions, target)))
     contenders = [*references, *(c for contest in decisions for c in contest.contenders)]
     specs = [item.kernel for c in contenders for item in c.chosen.launches]
-    progress(f"{len({s.key() for s in specs})} kernels of {sum(len(c.contenders) for c in decisions)} tactics")
+    progress(
+        f"{len({s.key() for s in specs})} kernels of {sum(len(c.contenders) for c in decisions)} tactics"
+    )
     compiled, failures = _compile([*specs, *tools.values()], target.sm)
     table = KernelTable(compiled)
     numbers = _Numbers()
@@ -117,7 +119,11 @@ def _entry(
         timing=timing_step(signature, contest.kind, contest.rows, limits),
         samples=(),
         reference=_candidate(reference, table, {}),
-        candidates=tuple(_candidate(c, table, failures) for c in contest.contenders),
+        # Configurations that come to the same kernels, as float32's do, are timed once.
+        candidates=tuple(
+            _candidate(c, table, failures)
+            for c in {c.kernel_hash: c for c in reversed(contest.contenders)}.values()
+        )[::-1],
     )
     samples = tuple(
         Samples(s.output, s.rows, s.columns, numbers.place(s.values))
@@ -138,9 +144,7 @@ def _failure(contender: Contender, failures: Mapping[str, str]) -> str:
     return next((failures[key] for key in keys if key in failures), "")
 
 
-def _compile(
-    specs: Sequence[KernelSpec], sm: int
-) -> tuple[dict[str, CompiledKernel], dict[str, str]]:
+def _compile(specs: Sequence[KernelSpec], sm: int) -> tuple[dict[str, CompiledKernel], dict[str, str]]:
     """Compiled kernels by key, and why others do not compile: one bad configuration costs itself."""
     unique = {spec.key(): spec for spec in specs}
     try:

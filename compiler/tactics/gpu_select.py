@@ -109,13 +109,12 @@ def _admitted(contest: Contest, batch_invariant: bool) -> Contest:
 
 
 def _judge(contest: Contest, timings: GpuTimings | None) -> _Judged:
-    outcomes = {}
-    for contender in contest.contenders if timings is not None else ():
-        outcome = timings.get(
-            contest.key, contest.kind, contest.conditions, contest.rows, contender.kernel_hash
-        )
-        if outcome is not None:
-            outcomes[contender.name] = outcome
+    outcomes: dict[str, Outcome] = {}
+    if timings is not None:
+        for c in contest.contenders:
+            outcome = timings.get(contest.key, contest.kind, contest.conditions, contest.rows, c.kernel_hash)
+            if outcome is not None:
+                outcomes[c.name] = outcome
     return _Judged(contest, outcomes)
 
 

@@ -84,7 +84,9 @@ def time_into_cache(
     """
     if cache_path is not None:
         if cache_path.exists() and cache_path.samefile(pack_path):
-            raise UsageError(f"{cache_path} is the pack, which would be lost", hint="name another file with -o")
+            raise UsageError(
+                f"{cache_path} is the pack, which would be lost", hint="name another file with -o"
+            )
         check_output(cache_path, "timing cache")
     cache = TimingCache.load(cache_path)
     pack = read_pack(pack_path).pack
@@ -103,7 +105,13 @@ def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:
         entry = pack.entries[index]
         tactic, outcome = entry.candidates[candidate], Outcome(result.time_us, result.reason)
         timings.put(
-            entry.signature, entry.kind, entry.conditions, entry.rows, tactic.kernel_hash, tactic.tactic, outcome
+            entry.signature,
+            entry.kind,
+            entry.conditions,
+            entry.rows,
+            tactic.kernel_hash,
+            tactic.tactic,
+            outcome,
         )
         if result.time_us is None:
             lost.append((entry.title(), tactic.tactic, str(result.reason)))

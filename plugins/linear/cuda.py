@@ -452,6 +452,16 @@ _SKINNY = (
     Tile(t=64, n=64, k=128, stages=4, splits=2),
     Tile(t=64, n=64, k=128, stages=4, splits=4),
     Tile(t=64, n=64, k=128, stages=4, splits=8),
+    Tile(t=64, n=32, k=256, splits=2),
+    Tile(t=64, n=32, k=512, stages=2),
+    Tile(t=64, n=32, k=512, stages=2, splits=2),
+    Tile(t=64, n=64, k=128, splits=2),
+    Tile(t=64, n=64, k=128, splits=4),
+    Tile(t=64, n=64, k=64, stages=4, splits=4),
+    Tile(t=64, n=128, k=64, stages=4, splits=4),
+    Tile(t=64, n=64, k=256, stages=2, splits=2),
+    Tile(t=64, n=64, k=128, stages=4, splits=2, warps=8),
+    Tile(t=64, n=64, k=128, stages=4, splits=4, warps=8),
 )
 _PERSISTENT = (
     Tile(t=128, n=256, k=64, warps=8, stages=3),

@@ -132,8 +132,8 @@ def persistent(
                 HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
             )  # fmt: skip
             store_tile(
-                right, right, bias, residual, out_tiles, row, column + HALF, T, residual_row, kind, N, BLOCK_M,
-                HALF, HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
+                right, right, bias, residual, out_tiles, row, column + HALF, T, residual_row, kind, N,
+                BLOCK_M, HALF, HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
             )  # fmt: skip
         else:
             store_tile(

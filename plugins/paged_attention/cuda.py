@@ -43,6 +43,8 @@ class PagedAttention(TritonTactic):
     """What all tactics share: the checks, the arguments, the cache write, the context kernel."""
 
     op = "paged_attention"
+    #: Whether keys and values are read from the step's rows too, not from the cache alone.
+    reads_rows = False
 
     def __init__(self, tile: ContextTile) -> None:
         super().__init__()
@@ -128,8 +130,7 @@ class PagedAttention(TritonTactic):
     def _context(self, signature: OpSignature, target: CudaTarget, skip_decode: bool) -> LaunchSpec:
         sizes = self._sizes(signature, target)
         tile = self._context_tile(signature)
-        group = sizes["HEADS"] // sizes["KV_HEADS"]
-        heads_block = max(h for h in range(1, min(group, _MAX_HEADS_BLOCK, tile.m) + 1) if group % h == 0)
+        heads_block = _heads_block(sizes, tile)
         constants = {
             **sizes, "HEADS_BLOCK": heads_block, "BLOCK_Q": tile.m // heads_block, "BLOCK_M": tile.m,
             "BLOCK_N": tile.n, "SKIP_DECODE": skip_decode,
@@ -179,12 +180,29 @@ class Split(PagedAttention):
 
     batch_invariant = False
 
-    def __init__(self, tile: ContextTile | None, block_n: int = 64, warps: int = 4, stages: int = 3) -> None:
+    def __init__(
+        self,
+        tile: ContextTile | None,
+        block_n: int = 64,
+        warps: int = 4,
+        stages: int = 3,
+        *,
+        packed: bool = False,
+    ) -> None:
         super().__init__(tile or _SAFE_TILE)
-        self.decode_only = tile is None
+        self.decode_only, self.reads_rows = tile is None, packed
         self._block_n, self._warps, self._stages = block_n, warps, stages
-        decode = f"{block_n}_w{warps}s{stages}"
-        self.name = f"triton_split_{decode}_context_{tile.label}" if tile else f"triton_decode_{decode}"
+        decode, context = f"{block_n}_w{warps}s{stages}", "packed" if packed else "context"
+        self.name = f"triton_split_{decode}_{context}_{tile.label}" if tile else f"triton_decode_{decode}"
+
+    def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
+        if self.reads_rows:
+            dim = int(signature.inputs[0].shape[2])
+            if target.sm < 90:
+                return f"SM {target.sm} has no bulk tensor copy engine"
+            if signature.inputs[0].dtype != "bfloat16" or dim not in {64, 128}:
+                return f"not meant for {signature.inputs[0].dtype} heads of {dim} elements"
+        return super().unsupported(signature, target)
 
     def _splits(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
         """A power of two that gives each multiprocessor about four blocks."""
@@ -206,9 +224,32 @@ class Split(PagedAttention):
         launches = [self._decode(signature, rows, splits, target)]
         if splits > 1:
             launches.append(self._combine(signature, rows, splits, target))
-        if not self.decode_only:
+        if self.reads_rows:
+            launches.append(self._packed_context(signature, target))
+        elif not self.decode_only:
             launches.append(self._context(signature, target, skip_decode=True))
         return tuple(launches)
+
+    def _packed_context(self, signature: OpSignature, target: CudaTarget) -> LaunchSpec:
+        sizes, tile = self._sizes(signature, target), self._tile
+        heads_block = _heads_block(sizes, tile)
+        constants = {
+            **{n: value for n, value in sizes.items() if n != "DIM_BLOCK"}, "HEADS_BLOCK": heads_block,
+            "BLOCK_Q": tile.m // heads_block, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
+        }  # fmt: skip
+        names = (
+            "q", "k", "v", "out", "sinks", "counts", "cu_q", "kv_lens", "row_seqs", "page_table", "kv_pool",
+            "q_row", "q_group", "k_row", "k_group", "v_row", "v_group", "out_row", "out_group", "scale",
+            "softcap", "window", "layers", "layer", "max_pages",
+        )  # fmt: skip
+        return launch(
+            "paged_attention.triton_packed:packed_context",
+            _pick(self._arguments(signature, target), names),
+            constants,
+            (GridDim(0, sizes["HEADS"] // heads_block), GridDim(tile.m // heads_block)),
+            tile.warps,
+            tile.stages,
+        )
 
     def _with_partials(
         self, signature: OpSignature, rows: int, splits: int, target: CudaTarget
@@ -267,6 +308,12 @@ class Split(PagedAttention):
         )
 
 
+def _heads_block(sizes: dict[str, Any], tile: ContextTile) -> int:
+    """Query heads of a block: as many of a kv head's as the tile holds."""
+    group = sizes["HEADS"] // sizes["KV_HEADS"]
+    return max(h for h in range(1, min(group, _MAX_HEADS_BLOCK, tile.m) + 1) if group % h == 0)
+
+
 def _pick(arguments: dict[str, Argument], names: tuple[str, ...]) -> list[Argument]:
     return [arguments[name] for name in names]
 
@@ -280,6 +327,11 @@ TACTICS: tuple[PagedAttention, ...] = (
     Split(ContextTile(128, 64, 8, 3)),
     Split(ContextTile(128, 128, 8, 2)),
     Split(ContextTile(64, 64, 4, 3)),
+    Split(ContextTile(128, 128, 8, 2), packed=True),
+    Split(ContextTile(128, 64, 8, 3), packed=True),
+    Split(ContextTile(128, 64, 8, 2), packed=True),
+    Split(ContextTile(64, 64, 4, 2), packed=True),
+    Split(ContextTile(64, 64, 4, 3), packed=True),
     Split(None),
     Split(None, block_n=32, stages=4),
     Split(None, block_n=128, stages=2),

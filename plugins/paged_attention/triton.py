@@ -201,6 +201,13 @@ def combine(
 
 
 @triton.jit
+def all_decode(first, last, first_seq, last_seq, cu_q):
+    """Whether every sequence with rows in [first, last) has one row."""
+    apart = last_seq - first_seq + 1 == last - first
+    return apart & (tl.load(cu_q + first_seq) == first) & (tl.load(cu_q + last_seq + 1) == last)
+
+
+@triton.jit
 def context_range(
     queries, m, total, acc, low, high, position, kv_pool, pages, kv_len, scale, softcap, window, layers,
     layer, kv_head, d, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -240,12 +247,16 @@ def context(
     first = tl.program_id(0) * BLOCK_Q
     if first >= T:
         return
+    last = tl.minimum(first + BLOCK_Q, T)
+    first_seq, last_seq = tl.load(row_seqs + first), tl.load(row_seqs + last - 1)
+    if SKIP_DECODE:
+        if all_decode(first, last, first_seq, last_seq, cu_q):
+            return
     head_block = tl.program_id(1)
     kv_head = head_block * HEADS_BLOCK // (HEADS // KV_HEADS)
     local, d = tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)
     row = first + local // HEADS_BLOCK
     head = head_block * HEADS_BLOCK + local % HEADS_BLOCK
-    last = tl.minimum(first + BLOCK_Q, T)
     real = row < last
     kind: tl.constexpr = q.dtype.element_ty
     row64 = row.to(tl.int64)
@@ -254,7 +265,7 @@ def context(
         mask=real[:, None] & (d < DIM)[None, :], other=0.0,
     )  # fmt: skip
     target = out + (row64 * out_row + head * out_group)[:, None] + d[None, :]
-    for seq in range(tl.load(row_seqs + first), tl.load(row_seqs + last - 1) + 1):
+    for seq in range(first_seq, last_seq + 1):
         start_row, end_row = tl.load(cu_q + seq), tl.load(cu_q + seq + 1)
         if not SKIP_DECODE or end_row - start_row > 1:
             kv_len = tl.load(kv_lens + seq)

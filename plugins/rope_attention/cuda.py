@@ -24,7 +24,10 @@ _BLOCK = 512  # pairs a block turns
 
 
 class RopeAttention(TritonTactic):
-    """The workspace holds the attention's own, then the turned queries [T, heads, dim]."""
+    """The workspace holds the attention's own, then the turned queries [T, heads, dim].
+
+    For a tactic that reads the step's rows the turned keys [T, kv_heads, dim] follow.
+    """
 
     op = "rope_attention"
 
@@ -47,22 +50,33 @@ class RopeAttention(TritonTactic):
         return self._attention.expected_us(_attention(signature), rows, target)
 
     def workspace_bytes(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
-        heads, dim = (int(d) for d in signature.inputs[0].shape[1:])
-        element_bytes = 4 if signature.inputs[0].dtype == "float32" else 2
-        return self._queries_at(signature, rows, target) + rows * heads * dim * element_bytes
+        keys = _row_bytes(signature, 1) if self._attention.reads_rows else 0
+        return self._queries_at(signature, rows, target) + rows * (_row_bytes(signature, 0) + keys)
 
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
-        offset = self._queries_at(signature, rows, target)
-        heads, dim = (int(d) for d in signature.inputs[0].shape[1:])
+        queries = self._queries_at(signature, rows, target)
+        keys = queries + rows * _row_bytes(signature, 0) if self._attention.reads_rows else None
         norms = 2 if signature.attrs["qk_norm"] else 0
-        attend = [
-            shift_weights(to_workspace(item, "input", 0, offset, (heads * dim, dim)), norms)
-            for item in self._attention.attend(_attention(signature), rows, target)
-        ]
-        return _prepare(signature, offset, target), *attend
+        attend = []
+        for item in self._attention.attend(_attention(signature), rows, target):
+            item = to_workspace(item, "input", 0, queries, _strides(signature, 0))
+            if keys is not None:
+                item = to_workspace(item, "input", 1, keys, _strides(signature, 1))
+            attend.append(shift_weights(item, norms))
+        return _prepare(signature, queries, keys, target), *attend
 
     def _queries_at(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
         return ceil_div(self._attention.workspace_bytes(_attention(signature), rows, target), 256) * 256
+
+
+def _strides(signature: OpSignature, index: int) -> tuple[int, int]:
+    """Elements from row to row and from head to head of an input that lies in the workspace."""
+    heads, dim = (int(d) for d in signature.inputs[index].shape[1:])
+    return heads * dim, dim
+
+
+def _row_bytes(signature: OpSignature, index: int) -> int:
+    return _strides(signature, index)[0] * (4 if signature.inputs[index].dtype == "float32" else 2)
 
 
 def _attention(signature: OpSignature) -> OpSignature:
@@ -72,7 +86,8 @@ def _attention(signature: OpSignature) -> OpSignature:
     return OpSignature("paged_attention", signature.inputs[:3], weights, signature.outputs, attrs)
 
 
-def _prepare(signature: OpSignature, offset: int, target: CudaTarget) -> LaunchSpec:
+def _prepare(signature: OpSignature, queries: int, keys: int | None, target: CudaTarget) -> LaunchSpec:
+    """queries, keys: where they go in the workspace; keys None: to the cache alone."""
     q, k, v, table = signature.inputs
     heads, kv_heads, dim = int(q.shape[1]), int(k.shape[1]), int(q.shape[2])
     qk_norm = bool(signature.attrs["qk_norm"])
@@ -81,10 +96,11 @@ def _prepare(signature: OpSignature, offset: int, target: CudaTarget) -> LaunchS
     gains = [(n, Arg("weight", i)) if qk_norm else (n, Arg("input", i)) for i, n in enumerate(("q", "k"))]
     gain_dtype = signature.weights[0].dtype if qk_norm else q.dtype
     arguments = [
-        *(pointer(n, t.dtype, Arg("input", i)) for i, (n, t) in enumerate(zip("qkv", (q, k, v), strict=True))),
+        *(pointer("qkv"[i], signature.inputs[i].dtype, Arg("input", i)) for i in range(3)),
         pointer("table", table.dtype, Arg("input", 3)),
         *(pointer(f"{n}_norm", gain_dtype, source) for n, source in gains),
-        workspace("queries", q.dtype, offset),
+        workspace("queries", q.dtype, queries),
+        workspace("keys", q.dtype, keys or 0),
         *(step(n) for n in ("counts", "positions", "row_seqs", "page_table")),
         pointer("kv_pool", target.kv_dtype or k.dtype, Arg("step", name="kv_pool")),
         Argument("eps", "fp32", Arg("f32", value=float(signature.attrs["eps"]))),
@@ -98,7 +114,8 @@ def _prepare(signature: OpSignature, offset: int, target: CudaTarget) -> LaunchS
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "PAGE": target.tokens_per_page,
         "HEADS_BLOCK": heads_block, "HALF_BLOCK": half_block,
-        "INTERLEAVED": bool(signature.attrs["interleaved"]), "QK_NORM": qk_norm,
+        "KEEP_KEYS": keys is not None, "QK_NORM": qk_norm,
+        "INTERLEAVED": bool(signature.attrs["interleaved"]),
         "CAST_FIRST": bool(signature.attrs["cast_before_weight"]),
         "HAS_OFFSET": float(signature.attrs["weight_offset"]) != 0,
     }  # fmt: skip

@@ -31,13 +31,16 @@ def turned_heads(
 
 @triton.jit
 def prepare(
-    q, k, v, table, q_norm, k_norm, queries, counts, positions, row_seqs, page_table, kv_pool,
+    q, k, v, table, q_norm, k_norm, queries, keys, counts, positions, row_seqs, page_table, kv_pool,
     eps, weight_offset, q_row, q_group, k_row, k_group, v_row, v_group, table_row, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, QK_NORM: tl.constexpr,
-    CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, KEEP_KEYS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, QK_NORM: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row's queries to `queries` [T, HEADS, DIM], its keys and values to the cache.
+
+    With KEEP_KEYS the keys also go to `keys` [T, KV_HEADS, DIM].
 
     Grid (rows, blocks of query heads, then blocks of kv heads). Compiled without fusing products and
     sums: see rope.
@@ -85,6 +88,10 @@ def prepare(
         target = kv_pool + (page * layers + layer) * (2 * PLANE) + (heads * PAGE + position % PAGE) * DIM
         tl.store(target + first_at, first.to(cached), mask=inside)
         tl.store(target + second_at, second.to(cached), mask=inside)
+        if KEEP_KEYS:
+            kept = keys + (row64 * KV_HEADS + heads) * DIM
+            tl.store(kept + first_at, first, mask=inside)
+            tl.store(kept + second_at, second, mask=inside)
         values = v + row64 * v_row + heads * v_group
         target += PLANE
         tl.store(target + pairs, tl.load(values + pairs, mask=inside).to(cached), mask=inside)

@@ -157,9 +157,7 @@ class Kernels:
         """Load a kernel now: loading is not allowed while a stream is captured."""
         if index not in self._functions:
             kernel = self._table[index]
-            self._functions[index] = Function(
-                self._cubins(kernel.blob), kernel.symbol, kernel.shared_bytes
-            )
+            self._functions[index] = Function(self._cubins(kernel.blob), kernel.symbol, kernel.shared_bytes)
 
     def close(self) -> None:
         for function in self._functions.values():

@@ -192,9 +192,7 @@ class Operands:
         seed = (content.seed + copy) & 0x7FFFFFFF
         rows, columns, stride = matrix.real, matrix.columns, matrix.row_stride
         if content.kind == "normal":
-            tools.fill_normal(
-                matrix.address, matrix.dtype, rows, columns, stride, seed, content.factor
-            )
+            tools.fill_normal(matrix.address, matrix.dtype, rows, columns, stride, seed, content.factor)
         elif content.kind == "integers":
             tools.fill_integers(matrix.address, rows, columns, stride, seed, content.high)
         elif content.kind == "stored" and matrix.dtype == "float32" and rows == 1:

@@ -176,7 +176,7 @@ class _Session:
                 f"the timing process failed before it measured anything: {reason}{_tail(stderr)}",
                 hint="nvidia-smi shows whether the GPU and its driver work",
             )
-        entry, candidate, phase = self._at
+        entry, candidate, _ = self._at
         lost = self._lost.setdefault(entry, {})
         everything = range(len(self._pack.entries[entry].candidates))
         for index in (candidate,) if candidate >= 0 else everything:

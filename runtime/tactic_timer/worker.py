@@ -159,7 +159,7 @@ def check_pack(pack: Pack, path: Path, gpu: GpuFacts) -> None:
 
 
 def serve(job: Mapping[str, Any], send: Send) -> None:
-    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: reason}}}."""
+    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: why}}}."""
     try:
         path = Path(job["pack"])
         file = read_pack(path)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from tapeout.compiler.build import trace_source
+from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import Graph, read_weights, run_graph
 from tapeout.compiler.ir import Module
 from tapeout.compiler.lower import lower

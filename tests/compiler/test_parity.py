@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tapeout.compiler.build as build_module
+import tapeout.compiler.front_end as front_end
 import tapeout.compiler.parity as parity
 from tapeout.compiler.build import build
 from tapeout.compiler.graph import Graph
@@ -52,8 +53,8 @@ def build_traced(
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         find = tiny.source.checkpoint.tensors.__getitem__
-        monkeypatch.setattr(build_module, "trace_source", lambda source, dtype: (graph, find))
-        monkeypatch.setattr(build_module, "run_passes", lambda *_, **__: dict(tiny.counts))
+        monkeypatch.setattr(front_end, "trace_source", lambda source, dtype: (graph, find))
+        monkeypatch.setattr(front_end, "run_passes", lambda *_, **__: dict(tiny.counts))
         (tmp_path / "out").mkdir()
         return build(str(folder), tmp_path / "out" / "m.engine", options(**changes))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_graph import HIDDEN, Lines, Make, T, norm, randn
 
-from tapeout.compiler.build import trace_source
+from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import Graph, aten
 from tapeout.compiler.near_miss import near_misses
 from tapeout.compiler.options import BuildOptions

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tapeout.compiler.build import trace_source
+from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import run_graph
 from tapeout.compiler.pipeline import CUDA_PASSES, PASSES, expected_matches
 from tapeout.compiler.trace import INTERFACE, trace

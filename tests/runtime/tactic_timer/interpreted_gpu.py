@@ -1,7 +1,8 @@
 # ruff: noqa: N802 (methods have the names of the driver's functions)
 """A GPU whose kernels run in Triton's interpreter: `python interpreted_gpu.py JOB.json`.
 
-A program of its own, because TRITON_INTERPRET must be set before kernels are imported. It builds a
+A program of its own, because TRITON_INTERPRET must be set before kernels are imported; the folders of
+fake_cuda.py and interpret_cuda.py belong on PYTHONPATH. It builds a
 pack of a few ops and gives it to the timing worker; "cubins" are descriptions of kernels. Prints what
 the worker tells, a message a line.
 
@@ -21,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
-sys.path[:0] = [str(Path(__file__).parents[1] / "executors"), str(Path(__file__).parents[2] / "plugins")]
-
 import torch
 from fake_cuda import OK, FakeCuda, Launched
 from interpret_cuda import teach_bfloat16
@@ -141,13 +140,19 @@ def main() -> None:
     ]
     file = gpu_pack.make_pack(decisions, limits, target, "cuda:sm_90")
     gpu = driver.Device(0)
-    timer = worker.Worker(file, gpu, device.l2_bytes(0), lambda message: print(json.dumps(message), flush=True))
+    timer = worker.Worker(file, gpu, device.l2_bytes(0), _tell)
     for index in range(len(file.pack.entries)):
         entry = file.pack.entries[index]
-        print(json.dumps({"event": "title", "title": entry.title(), "candidates": [c.tactic for c in entry.candidates]}))
+        names = [c.tactic for c in entry.candidates]
+        _tell({"event": "title", "title": entry.title(), "candidates": names})
         timer.run(index, {})
     timer.close()
-    print(json.dumps({"event": "end", "open": fake.open}))
+    _tell({"event": "end", "open": fake.open})
+
+
+def _tell(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
 
 
 def _signature(fields: dict[str, Any]) -> OpSignature:

@@ -1,0 +1,85 @@
+"""`tapeout build --pack`: the tactics of a model for a GPU, compiled to be timed where the GPU is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tapeout.compiler.files import check_output
+from tapeout.compiler.front_end import Stages, lower_model
+from tapeout.compiler.limits import target_kind
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.outputs import check_apart
+from tapeout.compiler.plan import signatures_of
+from tapeout.compiler.progress import Progress, SilentProgress
+from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.tactics.gpu_decide import open_contests
+from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
+from tapeout.compiler.targets import cuda_target
+from tapeout.plugins.errors import UsageError
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What was packed.
+
+    Attributes:
+        entries: decisions to take: an op at a bucket of rows in one kind of step.
+        candidates: tactics that compete for them. kernels: distinct cubins.
+        stage_seconds: stage name to wall seconds, in order.
+    """
+
+    pack: Path
+    target: str
+    dtype: str
+    entries: int
+    candidates: int
+    kernels: int
+    file_bytes: int
+    stage_seconds: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "pack": str(self.pack)}
+
+
+def build_pack(
+    model: str, options: BuildOptions, progress: Progress | None = None, inputs: tuple[Path, ...] = ()
+) -> PackReport:
+    """Write the pack `options.pack`: every tactic that the timing cache, if one is given, does not know.
+
+    Args: as `build`'s.
+
+    Raises:
+        TapeoutError: see its subclasses; nothing appears under the pack's name then.
+    """
+    path = options.pack
+    if path is None:
+        raise UsageError("no pack is named", hint="tapeout build MODEL --target cuda:SKU --pack FILE")
+    if target_kind(options) != "cuda":
+        raise UsageError(
+            f"pack: tactics for {options.target} are timed while building, expected a GPU as target",
+            hint="--target cuda:sm_NN or cuda:SKU (for example cuda:h200)",
+        )
+    check_output(path, "pack")
+    check_apart(None, options, inputs)
+    cache = TimingCache.load(options.timing_cache)
+    stages = Stages(progress or SilentProgress())
+    lowered = lower_model(model, options, stages, lambda s: check_apart(None, options, s.files))
+    limits, signatures = lowered.limits, signatures_of(lowered.module)
+    target = replace(cuda_target(options.target), tokens_per_page=limits.tokens_per_page)
+    with stages("pack", options.target) as stage:
+        decisions = open_contests(signatures, limits, target, options.target, cache)
+        file = make_pack(decisions, limits, target, options.target, stage.update)
+        size = write_pack(file, path)
+        stage.update(f"{file.pack.num_candidates} candidates at {len(file.pack.entries)} places")
+    return PackReport(
+        path,
+        options.target,
+        lowered.dtype,
+        len(file.pack.entries),
+        file.pack.num_candidates,
+        len(file.cubins),
+        size,
+        dict(stages.seconds),
+    )

@@ -1,0 +1,90 @@
+"""The stages every build begins with: from a model to lowered IR, whatever is made of it afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tapeout.compiler.graph import Graph
+from tapeout.compiler.ir import Module
+from tapeout.compiler.limits import resolve_dtype, resolve_limits, target_kind
+from tapeout.compiler.lower import lower
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
+from tapeout.compiler.progress import Progress, Stage
+from tapeout.compiler.trace import INTERFACE, trace
+from tapeout.model_defs import ModelSource, TensorInfo, open_model
+from tapeout.model_defs.check_checkpoint import check_checkpoint
+from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
+from tapeout.plugins.triton_aot.digest import triton_version
+from tapeout.runtime.engine.manifest import Limits
+
+FindTensor = Callable[[str], TensorInfo]
+
+
+class Stages:
+    """Times stages and tells the listener."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str, detail: str = "") -> Iterator[Stage]:
+        start = time.perf_counter()
+        with self.progress.stage(name, detail) as stage:
+            yield stage
+        self.seconds[name] = time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model as IR, and what was resolved on the way.
+
+    `find_tensor` gives the checkpoint's tensor that fills a parameter; `matches` counts by pass.
+    """
+
+    source: ModelSource
+    graph: Graph
+    find_tensor: FindTensor
+    module: Module
+    limits: Limits
+    dtype: str
+    matches: Mapping[str, int]
+
+
+def lower_model(
+    model: str, options: BuildOptions, stages: Stages, check_source: Callable[[ModelSource], None]
+) -> Lowered:
+    """Open, trace, fuse and lower a model; `check_source` may refuse it as soon as it is open."""
+    with stages("config", model):
+        source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
+        check_source(source)
+        limits = resolve_limits(options, source.config.get_text_config())
+        dtype = resolve_dtype(options, source.config)
+        if target_kind(options) == "cuda":
+            triton_version()  # without the kernels' compiler there is no point in tracing
+    with stages("trace", f"{source.config.model_type}, {dtype}"):
+        graph, find_tensor = trace_source(source, dtype)
+    with stages("passes") as stage:
+        passes = passes_for(options)
+        expected = expected_matches(source.config, passes)
+        matches = run_passes(graph, passes, expected, dump=options.dump)
+        module = lower(graph)
+        stage.update(f"{len(module.nodes)} ops")
+    return Lowered(source, graph, find_tensor, module, limits, dtype, matches)
+
+
+def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindTensor]:
+    """Trace a model after checking its checkpoint; also gives the tensor that fills a parameter."""
+    model = load_meta_model(source, dtype, INTERFACE)
+    expected, tied = expected_tensors(model)
+    check_checkpoint(source, expected, tied)
+    tensors = source.checkpoint.tensors
+
+    def find_tensor(name: str) -> TensorInfo:
+        return tensors[name] if name in tensors else tensors[tied[name]]
+
+    return trace(model, find_tensor), find_tensor
