@@ -76,7 +76,7 @@ class LLM:
         laps = Laps()
         self.load_seconds = laps.seconds
         # Executors bring native-code loading with them, which importing `LLM` need not pay for.
-        from tapeout.runtime.executors import load_executor, memory_left
+        from tapeout.runtime.executors import is_cuda, load_executor, memory_left
 
         laps.lap("executor_import")
         path = _engine_path(engine)
@@ -104,7 +104,8 @@ class LLM:
             )
             logger.info(budget.describe())
             laps.lap("device")
-            self.engine.verify()  # reads everything: only where the engine can run at all
+            # Only where the engine can run at all: this reads it. A GPU's weights are checked as they are copied.
+            self.engine.verify(weights=not is_cuda(self.engine))
             laps.lap("checksums")
             _warn_about_generation_config(self.engine)
             self.tokenizer = _load_tokenizer(self.engine)

@@ -308,6 +308,64 @@ class Split(PagedAttention):
         )
 
 
+class Specialized(Split):
+    """`Split` whose context kernel has warpgroups of two kinds (Hopper alone; see gluon_context.py).
+
+    persistent: a program per multiprocessor, which walks over tiles; otherwise one a tile.
+    """
+
+    interpretable = False
+    _CONSUMERS, _REGISTERS = 2, 504  # per thread of three warpgroups, together
+
+    def __init__(
+        self, block_n: int, ring: int, *, persistent: bool = True, turns: bool = True, producer: int = 40
+    ) -> None:
+        super().__init__(ContextTile(64 * self._CONSUMERS, block_n, 4, 1), packed=True)
+        self._ring, self._persistent, self._turns, self._producer = ring, persistent, turns, producer
+        kind = "persistent" if persistent else "specialized"
+        self.name = f"triton_split_64_w4s3_{kind}_{64 * self._CONSUMERS}x{block_n}_r{ring}"
+
+    def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
+        if target.sm != 90:
+            return f"made for SM 90, not {target.sm}"
+        if target.kv_dtype not in ("", "bfloat16"):
+            return f"copies the cache as it is, which is {target.kv_dtype}"
+        if target.tokens_per_page < 16:
+            return f"tokens_per_page {target.tokens_per_page} is below 16"
+        sizes = self._sizes(signature, target)
+        if special := [name.lower() for name in ("WINDOW", "SOFTCAP", "SINKS") if sizes[name]]:
+            return f"has no {', '.join(special)}"
+        rows = 64 * self._CONSUMERS + self._ring * self._tile.n + 64 * self._CONSUMERS  # queries, ring, results
+        if (needed := rows * sizes["DIM"] * 2 + 1024) > target.shared_bytes_per_block:
+            return f"needs {needed} bytes of shared memory"
+        return super().unsupported(signature, target)
+
+    def _packed_context(self, signature: OpSignature, target: CudaTarget) -> LaunchSpec:
+        sizes = self._sizes(signature, target)
+        group = sizes["HEADS"] // sizes["KV_HEADS"]
+        heads_block = min(64, group & -group)
+        constants = {
+            **{n: sizes[n] for n in ("HEADS", "KV_HEADS", "DIM", "PAGE")}, "HEADS_BLOCK": heads_block,
+            "CONSUMERS": self._CONSUMERS, "BLOCK_N": self._tile.n, "RING": self._ring, "TURNS": self._turns,
+            "CONSUMER_REGISTERS": (self._REGISTERS - self._producer) // 2,
+            "PRODUCER_REGISTERS": self._producer,
+        }  # fmt: skip
+        names = (
+            "q", "k", "v", "out", "counts", "cu_q", "kv_lens", "row_seqs", "page_table", "kv_pool", "q_row",
+            "q_group", "k_row", "k_group", "v_row", "v_group", "out_row", "out_group", "scale", "layers",
+            "layer", "max_pages",
+        )  # fmt: skip
+        tiles = GridDim(self._tile.m // heads_block, sizes["HEADS"] // heads_block)
+        return launch(
+            "paged_attention.gluon_context:specialized_context",
+            _pick(self._arguments(signature, target), names),
+            constants,
+            (GridDim(0, target.sm_count) if self._persistent else tiles,),
+            num_warps=4,
+            num_stages=1,
+        )
+
+
 def _heads_block(sizes: dict[str, Any], tile: ContextTile) -> int:
     """Query heads of a block: as many of a kv head's as the tile holds."""
     group = sizes["HEADS"] // sizes["KV_HEADS"]
@@ -332,6 +390,8 @@ TACTICS: tuple[PagedAttention, ...] = (
     Split(ContextTile(128, 64, 8, 2), packed=True),
     Split(ContextTile(64, 64, 4, 2), packed=True),
     Split(ContextTile(64, 64, 4, 3), packed=True),
+    Specialized(128, 4),
+    Specialized(128, 4, persistent=False),
     Split(None),
     Split(None, block_n=32, stages=4),
     Split(None, block_n=128, stages=2),

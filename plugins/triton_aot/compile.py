@@ -138,6 +138,7 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon import GluonASTSource
 
     types = dict(spec.signature)
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
@@ -149,7 +150,8 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
     constants = dict(spec.constants)
     if overlap := OVERLAP in function.arg_names:
         constants[OVERLAP] = overlap = sm >= _OVERLAP_SM
-    source = ASTSource(function, signature, constants, attrs)
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source = kind(function, signature, constants, attrs)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
     try:
         with _private_triton_cache():

@@ -88,6 +88,7 @@ class Verifier:
         if [e and e.size_bytes for e in entries] != expected or list(layout.entries)[-3:] != list(names):
             raise EngineCorruptError(f"{where}: the checksum section is damaged", hint=REBUILD)
         self._chunks, self._rows, self.seal = (bytes(self._read(e.begin, e.size_bytes)) for e in entries if e)
+        self._expected: list[int] = np.frombuffer(self._chunks, "<u8").tolist()
 
     def check_header(self) -> None:
         """The checksum section against its seal, then header, program and manifest."""
@@ -108,16 +109,22 @@ class Verifier:
         """Weights by chunk; `full` adds the region's SHA-256. Reads through one small buffer, so that
         checking a large engine does not count as memory of this process."""
         begin, end = self._layout.weight_region
-        expected = np.frombuffer(self._chunks, "<u8")
         sha = hashlib.sha256()
-        for i, at in enumerate(range(begin, end, CHUNK_BYTES)):
+        for at in range(begin, end, CHUNK_BYTES):
             data = self._read(at, min(CHUNK_BYTES, end - at))
-            if xxhash.xxh3_64_intdigest(data) != int(expected[i]):
-                raise self._corrupt(self._weights_in(at, at + len(data)))
+            self.check_weight_bytes(at - begin, data)
             if full:
                 sha.update(data)
         if full and sha.digest() != self._row(ROW_WEIGHTS):
             raise self._corrupt("the weights")
+
+    def check_weight_bytes(self, offset: int, data: bytes | memoryview) -> None:
+        """Whole chunks of the weight region, from `offset` bytes into it; any thread may call."""
+        begin, _ = self._layout.weight_region
+        for at in range(offset, offset + len(data), CHUNK_BYTES):
+            chunk = memoryview(data)[at - offset : at - offset + CHUNK_BYTES]
+            if xxhash.xxh3_64_intdigest(chunk) != self._expected[at // CHUNK_BYTES]:
+                raise self._corrupt(self._weights_in(begin + at, begin + at + len(chunk)))
 
     @property
     def shared_seal(self) -> bytes:

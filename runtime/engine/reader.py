@@ -82,6 +82,15 @@ class MappedFile:
         if length > 0:
             self._map.madvise(advice, first, length)
 
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from the file, past the mapping: no page faults, the GIL is free meanwhile."""
+        done = 0
+        while done < len(into):
+            size = os.preadv(self._fd, [into[done:]], offset + done)
+            if size == 0:
+                raise EngineCorruptError(f"{self.path} is truncated at byte {offset + done}", hint=REBUILD)
+            done += size
+
     def close(self) -> None:
         """Tensors over the mapping keep it alive; it goes when the last of them does."""
         if self._fd < 0:
@@ -193,10 +202,33 @@ class Engine:
             "total": self._file.file_bytes + shared,
         }
 
-    def verify(self) -> None:
-        """Kernels, texts and weights against their checksums; reads the whole file once."""
+    def verify(self, *, weights: bool = True) -> None:
+        """Kernels, texts and weights against their checksums; reads the whole file once.
+
+        `weights=False` is for who checks weights while copying them (`read_weights`).
+        """
         self._file.verifier.check_blobs()
-        self._weights.verifier.check_weights()
+        if weights:
+            self._weights.verifier.check_weights()
+
+    @property
+    def weights_begin(self) -> int:
+        """Where the region of all weights starts in the file that holds it."""
+        return self._weights.layout.weight_region[0]
+
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the region of all weights, with the padding between them."""
+        begin, end = self._weights.layout.weight_region
+        return end - begin
+
+    def read_weights(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the weight region from `offset` on, and compare checksums; any thread may call.
+
+        Both are multiples of CHUNK_BYTES, but for the region's end. Raises EngineCorruptError.
+        """
+        self._weights.read_into(self.weights_begin + offset, into)
+        self._weights.verifier.check_weight_bytes(offset, into)
 
     def verify_all(self) -> None:
         """Read every byte again and compare all checksums, SHA-256 of the weights included."""

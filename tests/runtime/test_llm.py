@@ -71,7 +71,7 @@ class FakeEngine:
     def text(self, name: str) -> bytes:
         return self.texts[name].encode()
 
-    def verify(self) -> None:
+    def verify(self, *, weights: bool = True) -> None:
         self.verified = True
 
     def close(self) -> None:

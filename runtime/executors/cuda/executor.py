@@ -65,10 +65,9 @@ def device_memory_left(engine: Engine, ordinal: int = 0, *, strict_sku: bool = F
 
 
 def _fixed_lines(engine: Engine, table: LaunchTable) -> list[BudgetLine]:
-    weights = sum(info.size_bytes for info in engine.weights.values())
     lower = "build with a lower --max-num-tokens or --max-batch-size"
     return [
-        BudgetLine("weights", weights, "build with a smaller --dtype"),
+        BudgetLine("weights", engine.weights_bytes, "build with a smaller --dtype"),
         BudgetLine("arena", engine.program.arena_bytes, lower),
         BudgetLine("workspace", table.workspace_bytes + table.scratch_bytes, lower),
     ]
@@ -127,8 +126,7 @@ class CudaExecutor:
         try:
             self._stream = stack.enter_context(closing(Stream()))
             laps.lap("memory")
-            weights = stack.enter_context(closing(DeviceWeights(engine, self._device)))
-            laps.lap("weights")
+            weights = stack.enter_context(closing(DeviceWeights(engine, self._device)))  # starts copying
             memory = Memory(
                 arena=stack.enter_context(closing(DeviceMemory(engine.program.arena_bytes, "the arena"))),
                 workspace=stack.enter_context(
@@ -146,6 +144,8 @@ class CudaExecutor:
             cubins = {name: engine.kernel(name) for name in engine.kernel_names}
             self._replay = stack.enter_context(closing(Replay(engine.program, table, cubins, memory)))
             laps.lap("kernels")
+            weights.wait()
+            laps.lap("weights")
         except CapacityError:
             raise budget_error(what, lines, free) from None
         self._steps, self._sampled = memory.step, memory.sampling

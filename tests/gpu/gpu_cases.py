@@ -1,0 +1,203 @@
+"""What tiny engines are asked on both targets: requests, the limits they run under, the steps that must occur.
+
+One definition, run on the CPU when the bundle is made and on the GPU by the tests. Sampling and
+float32 greedy ids do not depend on who shares a step, so the answers must be the same ids.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tapeout.runtime import LLM, SamplingParams
+
+VOCAB_SIZE = 300  # of tests/models.py
+#: Build options of tiny engines: prompts cross pages, steps and windows soon.
+LIMITS = {"max_batch_size": 6, "max_num_tokens": 96, "max_seq_len": 256, "tokens_per_page": 16}
+WINDOW = 16
+
+CONTEXT, MIXED, DECODE = "context", "mixed", "decode"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt and the fields of its SamplingParams."""
+
+    prompt: tuple[int, ...]
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rounds of requests, one after the other; those of a round are in flight together.
+
+    Attributes:
+        options: of `LLM`, lower limits than the engine's.
+        steps: kinds of steps that must occur, so that the case is what its name says.
+        joining: a round's requests come from threads, each when the one before has a few tokens.
+    """
+
+    name: str
+    rounds: tuple[tuple[Asked, ...], ...]
+    options: Mapping[str, int] = field(default_factory=dict)
+    steps: frozenset[str] = frozenset({CONTEXT, DECODE})
+    joining: bool = False
+
+
+@dataclass
+class Answer:
+    """Ids, the sum of their log probabilities when asked for, and why they end."""
+
+    ids: list[int]
+    logprob: float | None
+    reason: str | None
+
+
+def _prompt(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(f"{length} {seed}").choices(range(5, VOCAB_SIZE), k=length))
+
+
+def _asked(lengths: Sequence[int], seed: int = 0, **params: Any) -> tuple[Asked, ...]:
+    given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 20, **params}
+    return tuple(Asked(_prompt(n, seed + i), given) for i, n in enumerate(lengths))
+
+
+#: Around the borders of pages, the window and the smaller buckets.
+_LENGTHS = (5, 40, 1, 77, 16, 3, 17, 33, 15, 2)
+_SAMPLED = (
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 3},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.0},
+    {"temperature": 1.7, "min_p": 0.05, "seed": 2**63 - 1},
+    {"temperature": 0.5, "top_k": 1, "seed": 9},
+    {"temperature": 3.0, "top_p": 0.5, "seed": 12},
+    {"temperature": 50.0, "seed": 5, "ignore_eos": False, "max_tokens": 60},
+    {"temperature": 1e-5, "seed": 6},
+)
+#: What the device cannot sample: these bring the whole step's logits to the host.
+_ON_HOST = (
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 1.0, "presence_penalty": 0.5, "temperature": 0.8, "seed": 4},
+    {"logprobs": 3},
+    {"min_tokens": 12, "stop_token_ids": [7, 8, 9], "temperature": 2.0, "seed": 8, "ignore_eos": False},
+    {},
+    {"temperature": 0.7, "seed": 11, "logprobs": 0},
+)
+
+ALL = frozenset({CONTEXT, MIXED, DECODE})
+CASES = (
+    Case("alone", tuple((asked,) for asked in _asked((1, 15, 16, 17, 60)))),
+    Case("packed", (_asked(_LENGTHS, 10, max_tokens=24),), steps=ALL),
+    Case(
+        "every batch size",
+        tuple(_asked([3 + i for i in range(n)], 20 * n, max_tokens=5) for n in range(1, 7)),
+    ),
+    Case("beyond windows", (_asked((150, 200, 97), 30, max_tokens=40),), steps=ALL),
+    Case("in chunks", (_asked((100, 6, 31, 14, 1, 64), 40),), {"chunk_tokens": 7}, ALL),
+    Case("few tokens a step", (_asked((30, 9, 1, 50, 7, 22, 4), 50),), {"max_num_tokens": 6}, ALL),
+    Case(
+        "few pages",
+        (_asked((60, 30, 90, 20, 5, 40), 60, max_tokens=30),),
+        {"max_tokens_in_kv_cache": 256},
+        frozenset({CONTEXT}),
+    ),
+    Case(
+        "sampled",
+        (
+            tuple(
+                Asked(_prompt(4 + 3 * i, 70 + i), {"ignore_eos": True, "max_tokens": 24, **params})
+                for i, params in enumerate(_SAMPLED)
+            ),
+        ),
+        steps=ALL,
+    ),
+    Case(
+        "sampled on the host",
+        (
+            tuple(
+                Asked(
+                    _prompt(4 + 5 * i, 80 + i),
+                    {"ignore_eos": True, "max_tokens": 24, "temperature": 0.0, **params},
+                )
+                for i, params in enumerate(_ON_HOST)
+            ),
+        ),
+    ),
+    Case("joining", (_asked(_LENGTHS, 90, max_tokens=24),), steps=ALL, joining=True),
+)
+CASE_BY_NAME = {case.name: case for case in CASES}
+
+
+def run_case(llm: LLM, case: Case) -> list[list[Answer]]:
+    """Answers by round and request."""
+    return [(_joining if case.joining else _together)(llm, asked) for asked in case.rounds]
+
+
+def _together(llm: LLM, asked: Sequence[Asked]) -> list[Answer]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(a.prompt)} for a in asked], [SamplingParams(**a.params) for a in asked]
+    )
+    answers = []
+    for output in outputs:
+        completion = output.outputs[0]
+        assert completion.finish_reason != "error", completion.stop_reason
+        answers.append(
+            Answer(list(completion.token_ids), completion.cumulative_logprob, completion.finish_reason)
+        )
+    return answers
+
+
+def _joining(llm: LLM, asked: Sequence[Asked]) -> list[Answer]:
+    prompts = [list(a.prompt) for a in asked]
+    ids = stream_joining(llm, prompts, [SamplingParams(**a.params) for a in asked])
+    return [Answer(answer, None, "length") for answer in ids]
+
+
+def stream_joining(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[list[int]]:
+    """Ids of streams in threads, each started when the one before it has its third token."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    errors: list[BaseException] = []
+    turn = [threading.Event() for _ in range(len(prompts) + 1)]
+
+    def ask(index: int) -> None:
+        turn[index].wait()
+        try:
+            for delta in llm.stream({"prompt_token_ids": list(prompts[index])}, params[index]):
+                answers[index] += delta.outputs[0].token_ids
+                if len(answers[index]) >= 3:
+                    turn[index + 1].set()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            turn[index + 1].set()
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    turn[0].set()
+    for thread in threads:
+        thread.join(timeout=120)
+    if errors:
+        raise errors[0]
+    return answers
+
+
+def kind_of(record: Any) -> str:
+    """What kind of step a StepRecord is of."""
+    plan = record.plan
+    if plan.context and plan.generation:
+        return MIXED
+    return CONTEXT if plan.context else DECODE
+
+
+def to_json(answers: Sequence[Sequence[Answer]]) -> list[list[dict[str, Any]]]:
+    return [[vars(answer) for answer in row] for row in answers]
+
+
+def from_json(rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Answer]]:
+    return [[Answer(**answer) for answer in row] for row in rows]

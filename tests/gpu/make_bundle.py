@@ -1,0 +1,254 @@
+"""Make what tests/gpu needs on a GPU machine: `make gpu-bundle`, or `python tests/gpu/make_bundle.py --help`.
+
+Runs where the compiler is; no GPU is needed. What was made with the same sources and options is kept,
+so a second run makes only what changed. Work that does not travel stays in build/gpu-work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import gpu_bundle
+from gpu_bundle import DTYPES, NEW_TOKENS, ROOT, SMALL, TINY, code_digest
+from gpu_cases import CASES, LIMITS, run_case, to_json
+
+from tapeout.compiler.build import build
+from tapeout.compiler.build_pack import build_pack
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.targets import cuda_target
+from tapeout.runtime import LLM, SamplingParams
+
+WORK = ROOT / "build" / "gpu-work"
+SMOLLM2_LIMITS = {"max_batch_size": 8, "max_num_tokens": 512, "max_seq_len": 512}
+#: Few buckets of rows, or a pack has thousands of candidates; the largest is worth a large tile.
+PACK_LIMITS = {"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 512}
+#: More tokens a step than any GPU has memory for.
+HUGE = {"max_num_tokens": 2**24}
+SAMPLED = {
+    "english": {"temperature": 0.8, "top_k": 50, "seed": 1},
+    "code": {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+    "chat": {"temperature": 0.7, "min_p": 0.05, "seed": 3},
+    "page": {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "seed": 4},
+}
+#: Sources that say nothing of what a CPU engine answers.
+_GPU_ONLY = ("cli/", "plugins/triton_aot/", "plugins/tactic_check/", "runtime/bench/",
+             "runtime/tactic_timer/", "runtime/executors/cuda/", "compiler/tactics/gpu_")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """Files of the bundle, what they depend on, and how to make them."""
+
+    outputs: tuple[str, ...]
+    key: str
+    make: Callable[[], None]
+
+
+class Maker:
+    """Makes items into the bundle's folder."""
+
+    def __init__(self, target: str) -> None:
+        self.target, self.sm = target, cuda_target(target).sm
+        self.folder = gpu_bundle.folder()
+        self.models = load_module(ROOT / "tests" / "models.py")
+        self.gguf = self.models.smollm2_gguf()
+        versions = [importlib.metadata.version(n) for n in ("torch", "transformers", "triton")]
+        self.code = code_digest()
+        self.all_key = digest(self.code, target, versions)
+        self.cpu_key = digest(code_digest(says_cpu_ids), versions)
+        reference = (ROOT / "tests" / "e2e" / "reference.py").read_text()
+        self.hf_key = digest(file_digest(self.gguf), reference, versions)
+
+    def items(self) -> Iterable[Item]:
+        for name in TINY:
+            yield Item((f"{name}.json",), self.cpu_key, lambda name=name: self.tiny_answers(name))
+            yield Item((f"{name}.engine",), self.all_key, lambda name=name: self.tiny_engine(name))
+        yield Item(("invariant.engine",), self.all_key, self.invariant)
+        yield Item(("other_sm.engine",), self.all_key, self.other_sm)
+        yield Item(("huge.engine",), self.all_key, self.huge)
+        for dtype in DTYPES:
+            yield Item((f"{dtype}.pack",), self.all_key, lambda dtype=dtype: self.pack(dtype))
+        yield Item(("smollm2_hf.json",), self.hf_key, self.smollm2_hf)
+        yield Item(("smollm2_cpu.json",), digest(self.cpu_key, self.hf_key), self.smollm2_cpu)
+        for dtype in DTYPES:
+            key = digest(self.all_key, self.hf_key)
+            yield Item((f"smollm2_{dtype}.engine",), key, lambda dtype=dtype: self.smollm2_engine(dtype))
+
+    # ---- tiny models ----------------------------------------------------------------------
+
+    def tiny(self, name: str, **overrides: Any) -> str:
+        model_type, own = TINY[name]
+        return str(self.models.make_tiny(model_type, WORK / "model", **{**own, **overrides}))
+
+    def tiny_answers(self, name: str) -> None:
+        engine = WORK / "cpu.engine"
+        build(self.tiny(name), engine, self.options("cpu", "float32"))
+        answers: dict[str, Any] = {}
+        for case in CASES:
+            with LLM(engine, **case.options) as llm:
+                answers[case.name] = to_json(run_case(llm, case))
+        self.write_json(f"{name}.json", answers)
+
+    def tiny_engine(self, name: str) -> None:
+        build(self.tiny(name), self.folder / f"{name}.engine", self.options(self.target, "float32"))
+
+    def invariant(self) -> None:
+        options = self.options(self.target, "bfloat16", batch_invariant=True)
+        build(self.tiny("llama", **SMALL), self.folder / "invariant.engine", options)
+
+    def other_sm(self) -> None:
+        other = "cuda:sm_80" if self.sm != 80 else "cuda:sm_90"
+        build(self.tiny("llama"), self.folder / "other_sm.engine", self.options(other, "float32"))
+
+    def huge(self) -> None:
+        model = self.tiny("llama", num_hidden_layers=1, intermediate_size=8192)
+        build(model, self.folder / "huge.engine", self.options(self.target, "float32", **HUGE))
+
+    def pack(self, dtype: str) -> None:
+        path = self.folder / f"{dtype}.pack"
+        build_pack(self.tiny("llama", **SMALL), self.options(self.target, dtype, pack=path, **PACK_LIMITS))
+
+    def options(self, target: str, dtype: str, **changes: Any) -> BuildOptions:
+        cache = WORK / "timings.json" if target == "cpu" else None
+        given = {**LIMITS, "target": target, "dtype": dtype, "timing_cache": cache, "verify": False}
+        return BuildOptions(**{**given, **changes})
+
+    # ---- SmolLM2 --------------------------------------------------------------------------
+
+    def smollm2_hf(self) -> None:
+        """Hugging Face's greedy ids, the gaps that decided them, and what its bfloat16 differs there."""
+        module = load_module(ROOT / "tests" / "e2e" / "reference.py")
+        reference = module.make_reference(str(self.gguf))
+        half = module.hf_model(reference.source, "bfloat16")
+        answers = {}
+        for name, prompt in reference.prompts.items():
+            logits, greedy = reference.logits[name], reference.greedy[name]
+            assert logits.argmax(-1).tolist() == greedy, f"{name}: HF's generate and forward differ"
+            best = logits.topk(2).values
+            errors = (reference._along(half, name) - logits).abs().amax(-1)
+            answers[name] = {
+                "prompt": prompt,
+                "greedy": greedy,
+                "gaps": (best[:, 0] - best[:, 1]).tolist(),
+                "bf16_errors": errors.tolist(),
+            }
+            assert len(greedy) == NEW_TOKENS
+        self.write_json("smollm2_hf.json", answers)
+
+    def smollm2_cpu(self) -> None:
+        """Sampled ids of the CPU engine."""
+        prompts = json.loads((self.folder / "smollm2_hf.json").read_text())
+        engine, answers = WORK / "cpu.engine", {}
+        build(str(self.gguf), engine, self.options("cpu", "float32", **SMOLLM2_LIMITS, tokens_per_page=32))
+        with LLM(engine) as llm:
+            for name, params in SAMPLED.items():
+                given = {**params, "max_tokens": 48, "ignore_eos": True}
+                (output,) = llm.generate(
+                    {"prompt_token_ids": prompts[name]["prompt"]}, SamplingParams(**given)
+                )
+                answers[name] = {"params": given, "ids": list(output.outputs[0].token_ids)}
+        self.write_json("smollm2_cpu.json", answers)
+
+    def smollm2_engine(self, dtype: str) -> None:
+        """The engine alone: its weight file is made on the GPU machine."""
+        made = WORK / dtype / "smollm2.engine"
+        shutil.rmtree(made.parent, ignore_errors=True)
+        made.parent.mkdir()
+        options = self.options(self.target, dtype, weights="shared", tokens_per_page=32, **SMOLLM2_LIMITS)
+        build(str(self.gguf), made, options)
+        made.rename(self.folder / f"smollm2_{dtype}.engine")
+        shutil.rmtree(made.parent)
+
+    # ---- files ----------------------------------------------------------------------------
+
+    def write_json(self, name: str, value: Any) -> None:
+        (self.folder / name).write_text(json.dumps(value))
+
+    def run(self) -> None:
+        """Make what is missing or out of date, and the index."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        WORK.mkdir(parents=True, exist_ok=True)
+        (self.folder / "bundle.json").unlink(missing_ok=True)  # the last file to appear
+        stamps_file = WORK / "stamps.json"
+        stamps: dict[str, str] = json.loads(stamps_file.read_text()) if stamps_file.is_file() else {}
+        items = list(self.items())
+        for item in items:
+            there = all((self.folder / name).is_file() for name in item.outputs)
+            if there and all(stamps.get(name) == item.key for name in item.outputs):
+                continue
+            start = time.monotonic()
+            for name in item.outputs:
+                (self.folder / name).unlink(missing_ok=True)
+            item.make()
+            stamps.update(dict.fromkeys(item.outputs, item.key))
+            stamps_file.write_text(json.dumps(stamps, indent=1))
+            print(f"made {', '.join(item.outputs)}  {time.monotonic() - start:.1f} s", flush=True)
+        kept = {name for item in items for name in item.outputs}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        index = {
+            "target": self.target,
+            "sm": self.sm,
+            "code": self.code,
+            "smollm2_bytes": self.gguf.stat().st_size,
+        }
+        self.write_json("bundle.json", index)
+
+
+def says_cpu_ids(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return not path.startswith(_GPU_ONLY) and name != "cuda.py" and not name.startswith("triton")
+
+
+def load_module(path: Path) -> ModuleType:
+    """A helper of other tests, by its path."""
+    spec = importlib.util.spec_from_file_location(f"tapeout_gpu_bundle_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Make the bundle that `make test-gpu` runs on a GPU machine."
+    )
+    parser.add_argument("--target", default="cuda:sm_90", help="target of its engines [default: cuda:sm_90]")
+    maker = Maker(parser.parse_args().target)
+    maker.run()
+    sizes = [path.stat().st_size for path in maker.folder.iterdir()]
+    print(f"{maker.folder}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, for {maker.target}")
+    print(f"take along: this checkout, that folder, and {maker.gguf}")
+    print("as build/gpu-model/model.gguf (whole, or in parts model.gguf.partaa, ...); then `make test-gpu`")
+
+
+if __name__ == "__main__":
+    main()
