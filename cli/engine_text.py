@@ -11,8 +11,9 @@ from tapeout.cli.format import human_bytes, table
 
 #: Columns for values that may be long, right of the names of their section.
 _VALUE_WIDTH = 84
-#: Columns of times in one row of a tactic's table.
-_ANCHORS_PER_LINE = 10
+_WIDTH = 100
+#: Row counts in one line of a tactic's table, and tactics in it; GPUs have dozens of either.
+_ANCHORS_PER_LINE, _TACTICS_SHOWN = 10, 12
 
 
 def render(data: dict[str, Any]) -> str:
@@ -116,19 +117,27 @@ def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
 
 def _tactics(data: dict[str, Any]) -> str:
     tactics, report = data["tactics"], data["report"]
-    if not data["manifest"]["timed"]:
-        note = " (untimed)"
-    elif report is None:
+    timed, shown = data["manifest"]["timed"], report and f"µs by rows, * chosen, from {report['file']}"
+    if any(t.get("time_us") is not None for entry in tactics for t in entry["timings"]):
+        note = f" ({shown})" if timed else f" (partly timed; {shown})"
+    elif timed:
         note = " (no times: the report of this build does not lie beside the engine)"
     else:
-        note = f" (µs by rows, * the fastest, from {report['file']})"
+        note = " (untimed)"
     lines = [_title("tactics") + note]
     for entry in tactics:
         lines += ["", *_signature(entry["signature"], entry["records"])]
-        ranges = (f"up to {_counted(r['max_rows'], 'row')} {r['tactic']}" for r in entry["ranges"])
-        lines.append("    " + ", ".join(ranges))
-        lines += _times(entry["timings"])
+        decode = [t for t in entry["timings"] if t.get("kind") == "decode"]
+        lines += _ranges(entry["ranges"])
+        lines += _times([t for t in entry["timings"] if t not in decode])
+        if entry["decode_ranges"]:
+            lines += ["    steps that only decode", *_ranges(entry["decode_ranges"]), *_times(decode)]
     return "\n".join(lines)
+
+
+def _ranges(ranges: list[dict[str, Any]]) -> list[str]:
+    text = ", ".join(f"up to {_counted(r['max_rows'], 'row')} {r['tactic']}" for r in ranges)
+    return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _signature(key: str, records: int) -> list[str]:
@@ -142,20 +151,37 @@ def _signature(key: str, records: int) -> list[str]:
 def _times(timings: list[dict[str, Any]]) -> list[str]:
     """One row for each tactic, one column for each row count that was timed."""
     timed = [t for t in timings if t.get("time_us") is not None]
-    names = list(dict.fromkeys(name for t in timed for name in (t["tactic"], *t.get("losers", {}))))
+    # Those that were chosen somewhere, then the others, the fastest first.
+    losers = [(time, name) for t in timed for name, time in t.get("losers", {}).items()]
+    names = list(dict.fromkeys([t["tactic"] for t in timed] + [name for _, name in sorted(losers)]))
+    left, names = names[_TACTICS_SHOWN:], names[:_TACTICS_SHOWN]
     width = max(map(len, ["rows", *names]))
+    columns = min(_ANCHORS_PER_LINE, max(1, (_WIDTH - 6 - width) // 8))
     lines: list[str] = []
-    for start in range(0, len(timed), _ANCHORS_PER_LINE):
-        block = timed[start : start + _ANCHORS_PER_LINE]
+    for start in range(0, len(timed), columns):
+        block = timed[start : start + columns]
         lines.append(f"      {'rows':{width}}" + "".join(f" {t['rows']:>6} " for t in block))
         lines += [f"      {name:{width}}" + "".join(_cell(name, t) for t in block) for name in names]
     lines = [line.rstrip() for line in lines]
-    refused: dict[tuple[str, str], list[str]] = {}
+    if left:
+        lines.append(f"      and {_counted(len(left), 'slower tactic')}, see --json")
+    return lines + _refusals(timings)
+
+
+def _refusals(timings: list[dict[str, Any]]) -> list[str]:
+    """Why tactics were not taken; those with one reason stand together."""
+    rows_of: dict[tuple[str, str], list[str]] = {}
     for timing in timings:
         for name, reason in timing.get("rejected", {}).items():
-            refused.setdefault((name, reason), []).append(str(timing["rows"]))
-    for (name, reason), rows_at in refused.items():
-        lines.append(f"      {name} refused at {', '.join(rows_at)} rows: {reason}")
+            rows_of.setdefault((name, reason), []).append(str(timing["rows"]))
+    names_of: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), rows in rows_of.items():
+        at = f" at {', '.join(rows)} rows" if len(rows) < len(timings) else ""
+        names_of.setdefault((at, reason), []).append(name)
+    lines = []
+    for (at, reason), names in names_of.items():
+        text = f"{', '.join(names)} refused{at}: {reason}"
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8)
     return lines
 
 

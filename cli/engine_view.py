@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tapeout.compiler.report import report_path
 
 if TYPE_CHECKING:
     from tapeout.runtime.engine import Engine, Record, View
+    from tapeout.runtime.engine.launches import RangeLaunches
+    from tapeout.runtime.engine.program import TacticRange
 
 
 def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> dict[str, Any]:
     """Everything `inspect` shows, as JSON data.
 
     `tactics` holds one entry per op signature: how many records use it, the tactic of each row
-    range, and `timings`, the report's figures (empty without a report beside the engine). `report`
-    is the report's file name and its figures of the comparison with HF, None without one.
+    range, the same for steps that only decode where an engine for a GPU has other tactics there, and
+    `timings`, the report's figures (empty without a report beside the engine). `report` is the report's
+    file name and its figures of the comparison with HF, None without one.
     """
     program, manifest = engine.program, engine.manifest
     limits, launches = manifest.limits, engine.launches
@@ -45,7 +49,8 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
             {
                 "signature": signature,
                 "records": uses[signature],
-                "ranges": [{"max_rows": r.max_rows, "tactic": r.tactic} for r in ranges],
+                "ranges": _ranges(ranges),
+                "decode_ranges": _ranges(launches.decode_ranges.get(signature, ()) if launches else ()),
                 "timings": timings.get(signature, []),
             }
             for signature, ranges in program.tactics.items()
@@ -58,6 +63,10 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
         offsets = {buffer.name: buffer.offset_bytes for buffer in program.buffers}
         data["program"]["listing"] = [record_line(i, r, offsets) for i, r in enumerate(program.records)]
     return data
+
+
+def _ranges(ranges: Sequence[TacticRange | RangeLaunches]) -> list[dict[str, Any]]:
+    return [{"max_rows": r.max_rows, "tactic": r.tactic} for r in ranges]
 
 
 def _report(engine: Engine) -> dict[str, Any] | None:

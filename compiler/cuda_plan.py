@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
-from tapeout.compiler.plan import max_rows
+from tapeout.compiler.plan import buckets, max_rows
 from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, LaunchSpec
 from tapeout.plugins.errors import UnsupportedError
@@ -58,40 +59,48 @@ class CudaChoices:
         return tuple(c for kind in (self.mixed, self.decode) for row in kind.values() for c in row)
 
 
-def buckets(most: int) -> tuple[int, ...]:
-    """Padded row counts that are captured: powers of two, and the limit."""
-    return tuple(sorted({*(1 << i for i in range(most.bit_length())), most}))
-
-
 def choose_cuda(
-    signatures: Mapping[str, OpSignature], limits: Limits, target: CudaTarget, *, batch_invariant: bool
+    signatures: Mapping[str, OpSignature],
+    limits: Limits,
+    target: CudaTarget,
+    *,
+    batch_invariant: bool,
+    unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> CudaChoices:
     """Default tactics; nothing is timed.
 
     Args:
         batch_invariant: one tactic for all rows, among those whose rows do not depend on company.
+        unfit: kernels that the target cannot run, as `unfit_kernels` gives them.
 
     Raises:
         UnsupportedError: ops that no tactic can run on the target, all of them listed.
     """
     mixed, decode, missing = {}, {}, []
     for key, signature in signatures.items():
-        sizes = buckets(max_rows(signature.outputs[0].shape, limits))
         usable, reasons = usable_tactics(signature, target, batch_invariant)
         general = [t for t in usable if not t.decode_only]
-        if not general:
+        sizes = buckets(max_rows(signature.outputs[0].shape, limits))
+        fit = partial(fitting_tactics, signature, target, unfit, reasons)
+        by_rows = {rows: fit(general, rows) for rows in sizes}
+        decode_rows: dict[int, list[CudaTactic]] = {}
+        if batch_invariant:
+            left = [t for t in general if all(t in tactics for tactics in by_rows.values())]
+            if left:
+                left = [min(suited_tactics(left, sizes[-1]), key=partial(_total_us, signature, sizes, target))]
+            by_rows = dict.fromkeys(sizes, left)
+        elif len(usable) > len(general):
+            decode_rows = {rows: fit(usable, rows) for rows in decode_buckets(limits)}
+        if not all((*by_rows.values(), *decode_rows.values())):
             missing.append(f"{key}:")
             missing += [f"  {name}: {reason}" for name, reason in reasons.items()]
             continue
-        if batch_invariant:
-            general = [
-                min(suited_tactics(general, sizes[-1]), key=partial(_total_us, signature, sizes, target))
-            ]
-        mixed[key] = merge_ranges([chosen_at(signature, general, rows, target) for rows in sizes])
-        if len(usable) > len(general) and not batch_invariant:
-            decode[key] = merge_ranges(
-                [chosen_at(signature, usable, rows, target) for rows in decode_buckets(limits)]
-            )
+        mixed[key], decode_row = (
+            merge_ranges([chosen_at(signature, tactics, rows, target) for rows, tactics in found.items()])
+            for found in (by_rows, decode_rows)
+        )
+        if decode_row:
+            decode[key] = decode_row
     if missing:
         raise UnsupportedError(
             f"no CUDA tactic on sm_{target.sm} for these ops:\n" + "\n".join(f"  {m}" for m in missing),
@@ -119,6 +128,46 @@ def usable_tactics(
         else:
             reasons[tactic.name] = reason
     return usable, reasons
+
+
+def fitting_tactics(
+    signature: OpSignature,
+    target: CudaTarget,
+    unfit: Mapping[str, str],
+    reasons: dict[str, str],
+    tactics: Sequence[CudaTactic],
+    rows: int,
+) -> list[CudaTactic]:
+    """Those none of whose kernels at a bucket of `rows` is in `unfit`; why the others are out is added
+    to `reasons`."""
+    if not unfit:
+        return list(tactics)
+    fitting = []
+    for tactic in tactics:
+        keys = [item.kernel.key() for item in tactic.launches(signature, rows, target)]
+        if bad := [key for key in keys if key in unfit]:
+            reasons.setdefault(tactic.name, unfit[bad[0]])
+        else:
+            fitting.append(tactic)
+    return fitting
+
+
+def unfit_kernels(choices: CudaChoices, target: CudaTarget) -> dict[str, str]:
+    """Kernels of the choice, by key, that compile for the target and cannot be launched there, and why."""
+    specs = {item.kernel.key(): item.kernel for c in choices.all() for item in c.launches}
+    compiled = zip(specs, compile_all(list(specs.values()), target.sm), strict=True)
+    reasons = {key: lacking_memory(kernel, target) for key, kernel in compiled}
+    return {key: reason for key, reason in reasons.items() if reason is not None}
+
+
+def lacking_memory(kernel: CompiledKernel, target: CudaTarget) -> str | None:
+    """Why a block of the kernel does not fit on the target; None when it does. Only compiling it tells."""
+    if kernel.shared_bytes <= target.shared_bytes_per_block:
+        return None
+    return (
+        f"{kernel.symbol} takes {kernel.shared_bytes} bytes of shared memory a block, sm_{target.sm} has "
+        f"{target.shared_bytes_per_block}"
+    )
 
 
 def ranges_of(chosen: Mapping[str, tuple[Chosen, ...]]) -> dict[str, tuple[TacticRange, ...]]:

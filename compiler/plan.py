@@ -41,6 +41,11 @@ def max_rows(shape: tuple[int | str, ...], limits: Limits) -> int:
     return row_limits(limits)[str(shape[0])]
 
 
+def buckets(most: int) -> tuple[int, ...]:
+    """Row counts that tactics are timed at, and that GPUs capture steps of: powers of two, and the limit."""
+    return tuple(sorted({*(1 << i for i in range(most.bit_length())), most}))
+
+
 def plan_program(
     module: Module,
     limits: Limits,

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from tapeout.plugins.cpu import OpSignature
 
+MAX_KV_HEADS = 256  # that `arrivals` has room for
+
 #: Step tensors a launch may name; all int32 on the device except kv_pool.
 STEP_TENSORS = (
     "counts",  # [5] T, B, longest row run, longest cache, R
@@ -26,6 +28,7 @@ STEP_TENSORS = (
     "page_table",  # [max_batch_size, max_pages_per_seq]
     "row_ids",  # [max_batch_size]
     "row_seqs",  # [max_num_tokens] sequence of each packed row
+    "arrivals",  # [max_batch_size, MAX_KV_HEADS] 0 between launches: blocks count themselves here
     "kv_pool",  # [num_pages, layers, 2, kv_heads, tokens_per_page, head_dim]
     # Sampling (plugins/sample/cuda.py); a slot is a running request's place in device state.
     "seq_slots",  # [max_batch_size] slot of each sequence of the step

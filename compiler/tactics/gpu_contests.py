@@ -5,9 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from tapeout.compiler.cuda_plan import Chosen, buckets, decode_buckets, suited_tactics, usable_tactics
-from tapeout.compiler.plan import max_rows
+from tapeout.compiler.cuda_plan import (
+    Chosen,
+    decode_buckets,
+    fitting_tactics,
+    suited_tactics,
+    usable_tactics,
+)
+from tapeout.compiler.plan import buckets, max_rows
 from tapeout.compiler.tactics.gpu_cases import conditions
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import CudaTactic, CudaTarget
@@ -49,11 +56,17 @@ class Contest:
 
 
 def contests(
-    signatures: Mapping[str, OpSignature], limits: Limits, target: CudaTarget
+    signatures: Mapping[str, OpSignature],
+    limits: Limits,
+    target: CudaTarget,
+    unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Contest, ...]:
     """All decisions of a build, in the order of the signatures, mixed before decode, rows ascending.
 
     A signature that no tactic can run has none.
+
+    Args:
+        unfit: kernels that the target cannot run, and why; who needs one does not compete.
     """
     found: list[Contest] = []
     for key, signature in signatures.items():
@@ -64,9 +77,11 @@ def contests(
             kinds.append((DECODE, usable, decode_buckets(limits)))
         for kind, tactics, sizes in kinds:
             for rows in sizes if tactics else ():
-                contenders = _contenders(signature, tactics, rows, target)
+                reasons = dict(rejected)
+                fitting = fitting_tactics(signature, target, unfit, reasons, tactics, rows)
+                contenders = _contenders(signature, fitting, rows, target)
                 found.append(
-                    Contest(key, signature, kind, rows, conditions(signature, limits), contenders, rejected)
+                    Contest(key, signature, kind, rows, conditions(signature, limits), contenders, reasons)
                 )
     return tuple(found)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tapeout.compiler.cuda_plan import choose_cuda
+from tapeout.compiler.cuda_plan import choose_cuda, unfit_kernels
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in, timings_for
@@ -66,7 +66,18 @@ def decide(
         timings = GpuTimings(cache, Gpu.of(here))
         open_ = unanswered(decisions, timings)
         warnings += _time_here(open_, limits, target, target_name, cache, progress)
-    timed = choose_timed(decisions, timings, defaults, batch_invariant=options.batch_invariant)
+    unfit: dict[str, str] = {}
+    while True:
+        timed = choose_timed(decisions, timings, defaults, batch_invariant=options.batch_invariant)
+        # What was timed has run; of a default only its compiled kernels tell that it cannot.
+        found = {} if options.dry_run else unfit_kernels(timed.choices, target)
+        if not found:
+            break
+        unfit |= found
+        defaults = choose_cuda(
+            signatures, limits, target, batch_invariant=options.batch_invariant, unfit=unfit
+        )
+        decisions = contests(signatures, limits, target, unfit)
     return Decided(timed, (*warnings, *_warnings(timed, timings, target_name, target.sm, options, cache)))
 
 
@@ -113,7 +124,10 @@ def _time_here(
     with tempfile.TemporaryDirectory(prefix="tapeout-") as folder:
         path = Path(folder) / "tactics.pack"
         write_pack(file, path)
-        times = time_pack(path, file.pack, progress=progress)
+        try:
+            times = time_pack(path, file.pack, progress=progress)
+        except EngineIncompatibleError as error:  # its driver is too old: another machine may run the engine
+            return [f"nothing was timed on this machine's GPU: {error.message}"]
     done = record(file.pack, times, cache)
     cache.save()
     return [f"not timed on {done.gpu.name}: {title}: {why}" for title, why in done.skipped.items()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tapeout.compiler.cuda_plan import KernelTable
+from tapeout.compiler.cuda_plan import KernelTable, lacking_memory
 from tapeout.compiler.files import check_output, remove_leftovers, temporary_file
 from tapeout.compiler.tactics.gpu_cases import (
     cache_of,
@@ -46,8 +46,8 @@ def make_pack(
         target_name: the build's target, for example `cuda:h200`.
 
     Raises:
-        TapeoutError: the reference of an op does not compile. A contender that does not is in the pack
-            with the reason.
+        TapeoutError: the reference of an op does not compile or fit on the target. A contender that
+            does not is in the pack with the reason.
     """
     references = [reference_contender(contest, target) for contest in decisions]
     tools = dict(tool_specs(_float_types(decisions, target)))
@@ -56,14 +56,14 @@ def make_pack(
     progress(
         f"{len({s.key() for s in specs})} kernels of {sum(len(c.contenders) for c in decisions)} tactics"
     )
-    compiled, failures = _compile([*specs, *tools.values()], target.sm)
+    compiled, failures = _compile([*specs, *tools.values()], target)
     table = KernelTable(compiled)
     numbers = _Numbers()
     entries = []
     for index, (contest, reference) in enumerate(zip(decisions, references, strict=True), start=1):
         progress(f"reference values, {index} of {len(decisions)}: {contest.signature.op}")
         if reason := _failure(reference, failures):
-            raise TapeoutError(f"the reference of {contest.key} does not compile: {reason}")
+            raise TapeoutError(f"the reference of {contest.key} cannot run on sm_{target.sm}: {reason}")
         entries.append(_entry(contest, reference, limits, target, table, failures, numbers))
     indices = {name: table.number(spec.key()) for name, spec in tools.items()}
     pack = Pack(
@@ -139,24 +139,30 @@ def _candidate(contender: Contender, table: KernelTable, failures: Mapping[str, 
 
 
 def _failure(contender: Contender, failures: Mapping[str, str]) -> str:
-    """Why one of its kernels does not compile; "" when all do."""
+    """Why one of its kernels cannot run; "" when all can."""
     keys = (item.kernel.key() for item in contender.chosen.launches)
     return next((failures[key] for key in keys if key in failures), "")
 
 
-def _compile(specs: Sequence[KernelSpec], sm: int) -> tuple[dict[str, CompiledKernel], dict[str, str]]:
-    """Compiled kernels by key, and why others do not compile: one bad configuration costs itself."""
+def _compile(
+    specs: Sequence[KernelSpec], target: CudaTarget
+) -> tuple[dict[str, CompiledKernel], dict[str, str]]:
+    """Compiled kernels by key, and why others cannot run: one bad configuration costs itself."""
     unique = {spec.key(): spec for spec in specs}
+    failures: dict[str, str] = {}
     try:
-        return dict(zip(unique, compile_all(list(unique.values()), sm), strict=True)), {}
+        compiled = dict(zip(unique, compile_all(list(unique.values()), target.sm), strict=True))
     except TapeoutError:
-        compiled, failures = {}, {}
+        compiled = {}
         for key, spec in unique.items():
             try:
-                compiled[key] = compile_kernel(spec, sm)
+                compiled[key] = compile_kernel(spec, target.sm)
             except TapeoutError as error:
                 failures[key] = error.message.splitlines()[0]
-        return compiled, failures
+    for key, kernel in compiled.items():
+        if reason := lacking_memory(kernel, target):
+            failures[key] = reason
+    return compiled, failures
 
 
 def _float_types(decisions: Iterable[Contest], target: CudaTarget) -> set[str]:

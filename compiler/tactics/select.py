@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tapeout.compiler.plan import max_rows
+from tapeout.compiler.plan import buckets, max_rows
 from tapeout.compiler.report import TacticTiming
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
@@ -31,11 +31,6 @@ class Choices:
     ranges: Mapping[str, tuple[TacticRange, ...]]
     timings: tuple[TacticTiming, ...]
     timed: bool
-
-
-def anchors(most: int) -> list[int]:
-    """Row counts that are timed: powers of two, and the limit."""
-    return sorted({*(1 << i for i in range(most.bit_length())), most})
 
 
 def select_tactics(
@@ -68,7 +63,7 @@ def select_tactics(
         timer = _Timer(signature, candidates, limits, seed, kernels)
         outcomes: dict[int, dict[str, Outcome]] = {}
         known: dict[int, bool] = {}
-        for rows in anchors(max_rows(signature.outputs[0].shape, limits)):
+        for rows in buckets(max_rows(signature.outputs[0].shape, limits)):
             cached = cache.get(key, machine, rows, {t.name for t in candidates})
             known[rows] = cached is not None
             outcomes[rows] = cached if cached is not None else timer.measure(rows)

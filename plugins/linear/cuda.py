@@ -26,6 +26,9 @@ from tapeout.plugins.triton_aot.tactic import (
 _REDUCE_BLOCK = 1024
 _MAX_FLOAT32_K = 32
 _MIN_DOT = 16
+_WIDE_T = 64  # rows from which `streamed` multiplies with a warpgroup
+_MOST_N, _LEAST_K, _MOST_K = 256, 64, 512  # weight rows and columns of a piece
+_MOST_SUMS = 128  # a thread's
 _AHEAD_K = 512  # columns of the weight that are asked for before a kernel's turn
 _BARRIER_BYTES = 2048
 #: Rough rates of a large device and one of its multiprocessors, for expected_us alone.
@@ -49,13 +52,38 @@ class Tile:
     stages: int = 3
     group_m: int = 8
     subtiles: int = 1
+    ahead: int = 0  # columns that are asked for early, beside the first tile
 
     @property
     def label(self) -> str:
         text = (f"{self.t}x" if self.t > 1 else "") + f"{self.n}x{self.k}"
         text += f"_split{self.splits}" if self.splits > 1 else ""
         text += f"_sub{self.subtiles}" if self.subtiles > 1 else ""
+        text += f"_ahead{self.ahead}" if self.ahead else ""
         return f"{text}_w{self.warps}s{self.stages}"
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """How `streamed` cuts its work.
+
+    Attributes:
+        t: most rows of a block. per_sm: blocks that fill a multiprocessor. piece_bytes: of the weight, in a
+            slot of the ring. short_x: x has a ring of three slots, which leaves more for the weight, but
+            then the next pieces must wait for weights asked for before them.
+    """
+
+    t: int
+    per_sm: int
+    piece_bytes: int
+    splits: int = 1
+    warps: int = 4
+    short_x: bool = False
+
+    @property
+    def label(self) -> str:
+        text = f"stream_{self.t}_{self.per_sm}x{self.piece_bytes >> 10}k" + ("_short" if self.short_x else "")
+        return text + (f"_split{self.splits}" if self.splits > 1 else "") + f"_w{self.warps}"
 
 
 class _Linear(TritonTactic):
@@ -247,7 +275,7 @@ class Gemv(_Linear):
         constants = {
             **self._constants(signature, parts), "SPLITS": tile.splits, "HAS_NORM": norms,
             "CAST_FIRST": norms and bool(signature.attrs["cast_before_weight"]),
-            "HAS_OFFSET": norms and _weight_offset(signature) != 0,
+            "HAS_OFFSET": norms and _weight_offset(signature) != 0, "AHEAD": tile.ahead,
         }  # fmt: skip
         names = (
             "x", "weight", "bias", "residual", "norm_weight", "out", "partial", "counts", "eps",
@@ -360,73 +388,108 @@ class Persistent(_Linear):
 
 
 class Stream(_Linear):
-    """`streamed`: equal runs of the weight for every block; SM 90 and above."""
+    """`streamed`: one wave of blocks with equal shares of the weight; SM 90 and above.
 
-    flop_per_us = 5.0e6
+    A plan says how many blocks fill a multiprocessor and how much they copy at once; what a block's
+    share is, and how many pieces of it fit into shared memory, follows from the shape.
+    """
 
-    def __init__(self, op_name: str, tile: Tile) -> None:
-        super().__init__(op_name, "stream", tile)
-        self.batch_invariant = False  # where a tile is cut depends on the number of tiles
-        self.max_rows = 4 * tile.t
+    interpretable = False
+
+    def __init__(self, op_name: str, plan: StreamPlan) -> None:
+        super().__init__(
+            op_name, "", Tile(n=_MOST_N, k=_LEAST_K, t=plan.t, splits=plan.splits, warps=plan.warps)
+        )
+        self.plan = plan
+        self.name = f"triton_{plan.label}"
+        self.batch_invariant = False  # another row block may add up in another order
+        self.max_rows = plan.t
 
     def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
-        if reason := _no_copy_engine(signature, target):
-            return reason
+        wide = self.plan.t >= _WIDE_T
+        if target.sm < 90 or (wide and target.sm != 90):
+            return f"SM {target.sm} has no {'warpgroup products' if wide else 'overlapping launches'}"
+        if signature.inputs[0].dtype != "bfloat16":
+            return "float32 products run on the ordinary units"
         parts = LinearParts.of(signature)
-        if parts.activation and parts.n % self._reduced(parts):
-            return f"{parts.n} outputs are no multiple of {self._reduced(parts)}"
-        return self._too_large(target, 0, 2) or super().unsupported(signature, target)
+        if parts.k % _LEAST_K:
+            return f"K = {parts.k} is no multiple of {_LEAST_K}"
+        cut = self._cut(parts, self.plan.t, target)
+        if cut["RING"] < 2:
+            return f"has no room for two pieces of {cut['BLOCK_N']}x{cut['BLOCK_K']}"
+        sums = cut["BLOCK_T"] * cut["BLOCK_N"] * (2 if parts.activation else 1)
+        if sums > _MOST_SUMS * 32 * self.plan.warps:
+            return f"{self.plan.warps} warps cannot hold {sums} sums"
+        if self.plan.splits > 1 and ceil_div(parts.n, cut["SHARE"]) > self._shares(target):
+            return f"one wave of {self.plan.splits} splits cannot hold {parts.n} outputs"
+        if parts.k // cut["BLOCK_K"] < 2 * self.plan.splits:
+            return f"K = {parts.k} is too small for {self.plan.splits} splits of pieces {cut['BLOCK_K']} deep"
+        return super().unsupported(signature, target)
 
-    def _partial_bytes(self, parts: LinearParts, rows: int, target: CudaTarget) -> int:
-        steps, tiles = ceil_div(parts.k, self.tile.k), ceil_div(parts.weight_rows, self.tile.n)
-        share = ceil_div(tiles * steps, target.sm_count)  # of one row of tiles; of more it is no smaller
-        most_parts = ceil_div(steps - 1, share) + 1
-        return 4 * most_parts * rows * parts.weight_rows
+    def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
+        """The slowest block's share at its part of the bandwidth, and what reading x beside it costs."""
+        parts, plan = LinearParts.of(signature), self.plan
+        cut, pair = self._cut(parts, rows, target), 2 if parts.activation else 1
+        wave, block_rows = plan.per_sm * target.sm_count, min(rows, cut["BLOCK_T"])
+        waves = ceil_div(ceil_div(parts.n, cut["SHARE"]) * plan.splits, wave) * ceil_div(rows, cut["BLOCK_T"])
+        weight_bytes = 2.0 * waves * wave * pair * cut["SHARE"] * parts.k / plan.splits
+        beside = 1 + block_rows / (pair * cut["SHARE"])  # bytes read for each of the weight
+        factor = max(1 + 0.07 * (beside - 1), beside / 2) * (0.97 if plan.per_sm > 1 else 1.0)
+        if plan.short_x:
+            factor *= 0.97 if 4 * cut["BLOCK_T"] <= pair * cut["BLOCK_N"] else 1.3
+        launches = 1 + (plan.splits > 1) + self._norms_apart(parts)
+        return weight_bytes / _BYTES_PER_US * factor + _LAUNCH_US * launches
+
+    def _shares(self, target: CudaTarget) -> int:
+        """Blocks of one split in a wave."""
+        return max(1, self.plan.per_sm * target.sm_count // self.plan.splits)
+
+    def _cut(self, parts: LinearParts, rows: int, target: CudaTarget) -> dict[str, int]:
+        """How the work is cut at a bucket of `rows`."""
+        plan, pair = self.plan, 2 if parts.activation else 1
+        block_t, shares = self._block_rows(rows), self._shares(target)
+        waves = ceil_div(pair * ceil_div(parts.n, shares), _MOST_N)
+        share = ceil_div(ceil_div(parts.n, shares * waves), 4) * 4
+        block_n = max(_MIN_DOT, power_of_two(share))
+        block_k = max(_LEAST_K, min(_MOST_K, plan.piece_bytes // (2 * pair * block_n)))
+        while parts.k % block_k:
+            block_k //= 2
+        piece, x_piece = 2 * pair * block_n * block_k, 2 * block_t * block_k
+        room = (target.shared_bytes_per_block + 1024) // plan.per_sm - 1024 - 512
+        most = parts.k // block_k // plan.splits
+        if plan.short_x:
+            x_ring = 3 if x_piece < 16384 else 2
+            ring = early = min((room - x_ring * x_piece) // piece, most)
+        else:
+            x_ring = ring = min(room // (piece + x_piece), most)
+            early = ceil_div(ring, 2)
+        return {"BLOCK_T": block_t, "BLOCK_N": block_n, "BLOCK_K": block_k, "SHARE": share, "RING": ring,
+                "EARLY": early, "X_RING": min(x_ring, ring)}  # fmt: skip
+
+    def _block_rows(self, rows: int) -> int:
+        least = _WIDE_T if self.plan.t >= _WIDE_T else _MIN_DOT
+        return min(self.plan.t, max(least, power_of_two(rows)))
 
     def _product(
         self, signature: OpSignature, parts: LinearParts, rows: int, target: CudaTarget
     ) -> LaunchSpec:
-        tile = self.tile
-        constants = {"COUNT": count_index(signature), "ROWS": parts.weight_rows, **self._cut(parts, target)}
-        constants["AHEAD"] = min(_AHEAD_K, power_of_two(parts.k))
-        return launch(
-            "linear.triton_stream:streamed",
-            self._arguments(
-                signature,
-                parts,
-                ("x", "weight", "partial", "counts", "x_row"),
-                self._normed_at(parts, rows, target),
-            ),
-            constants,
-            (GridDim(0, target.sm_count),),
-            tile.warps,
-            tile.stages,
-        )
-
-    def _finish(
-        self, signature: OpSignature, parts: LinearParts, target: CudaTarget
-    ) -> tuple[LaunchSpec, ...]:
-        block = self._reduced(parts)
+        cut = self._cut(parts, rows, target)
         constants = {
-            "COUNT": count_index(signature), "N": parts.n, **self._cut(parts, target), "BLOCK": block,
+            "COUNT": count_index(signature), "N": parts.n, "K": parts.k, "SPLITS": self.plan.splits, **cut,
             **_epilogue_constants(parts),
         }  # fmt: skip
-        grid = (GridDim(1), GridDim(0, ceil_div(parts.n, block)))
-        arguments = self._arguments(signature, parts, _REDUCED)
-        return (
-            launch("linear.triton_stream:reduce_parts", arguments, constants, grid, max(1, block // 128)),
+        return launch(
+            "linear.gluon_stream:streamed",
+            self._arguments(signature, parts, _OPERANDS, self._normed_at(parts, rows, target)),
+            constants,
+            (
+                GridDim(0, ceil_div(parts.n, cut["SHARE"])),
+                GridDim(cut["BLOCK_T"]),
+                GridDim(0, self.plan.splits),
+            ),
+            self.plan.warps,
+            1,
         )
-
-    def _cut(self, parts: LinearParts, target: CudaTarget) -> dict[str, Any]:
-        """How the work is cut, which both kernels must know."""
-        tile = self.tile
-        return {
-            "K": parts.k, "BLOCK_M": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "BLOCKS": target.sm_count,
-        }  # fmt: skip
-
-    def _reduced(self, parts: LinearParts) -> int:
-        """Columns a block of the reduction adds up: within one tile."""
-        return min(self.tile.n, 256)
 
 
 _GEMV = (
@@ -439,29 +502,22 @@ _GEMV = (
     Tile(n=8, k=1024),
     Tile(n=16, k=512),
     Tile(n=2, k=4096),
+    Tile(n=4, k=1024, ahead=1024),
+    Tile(n=4, k=1024, ahead=4096),
+    Tile(n=8, k=512, ahead=2048),
+    Tile(n=2, k=2048, ahead=4096),
     Tile(n=4, k=4096, warps=8),
     Tile(n=4, k=1024, splits=4),
     Tile(n=2, k=2048, splits=2),
 )
 _SKINNY = (
     Tile(t=64, n=32, k=64),
-    Tile(t=64, n=32, k=256),
-    Tile(t=64, n=64, k=128, stages=4),
     Tile(t=64, n=64, k=64, stages=5),
-    Tile(t=64, n=32, k=128, stages=4, splits=2),
+    Tile(t=64, n=64, k=128, stages=4),
     Tile(t=64, n=64, k=128, stages=4, splits=2),
     Tile(t=64, n=64, k=128, stages=4, splits=4),
-    Tile(t=64, n=64, k=128, stages=4, splits=8),
-    Tile(t=64, n=32, k=256, splits=2),
-    Tile(t=64, n=32, k=512, stages=2),
-    Tile(t=64, n=32, k=512, stages=2, splits=2),
-    Tile(t=64, n=64, k=128, splits=2),
+    Tile(t=64, n=64, k=128, splits=2),  # for SMs with 100 KB of shared memory
     Tile(t=64, n=64, k=128, splits=4),
-    Tile(t=64, n=64, k=64, stages=4, splits=4),
-    Tile(t=64, n=128, k=64, stages=4, splits=4),
-    Tile(t=64, n=64, k=256, stages=2, splits=2),
-    Tile(t=64, n=64, k=128, stages=4, splits=2, warps=8),
-    Tile(t=64, n=64, k=128, stages=4, splits=4, warps=8),
 )
 _PERSISTENT = (
     Tile(t=128, n=256, k=64, warps=8, stages=3),
@@ -473,12 +529,17 @@ _PERSISTENT = (
     Tile(t=64, n=64, k=128, warps=4, stages=5),
 )
 _STREAM = (
-    Tile(t=64, n=256, k=64, warps=4, stages=5),
-    Tile(t=64, n=128, k=64, warps=4, stages=8),
-    Tile(t=64, n=128, k=128, warps=4, stages=4),
-    Tile(t=128, n=128, k=64, warps=4, stages=6),
-    Tile(t=128, n=128, k=128, warps=8, stages=3),
-    Tile(t=128, n=256, k=64, warps=8, stages=4),
+    StreamPlan(32, 1, 32 << 10),
+    StreamPlan(32, 2, 16 << 10),
+    StreamPlan(32, 2, 32 << 10, short_x=True),
+    StreamPlan(32, 1, 32 << 10, splits=2),
+    StreamPlan(32, 2, 16 << 10, splits=4),
+    StreamPlan(128, 1, 32 << 10),
+    StreamPlan(128, 1, 16 << 10),
+    StreamPlan(128, 1, 16 << 10, warps=8),
+    StreamPlan(128, 2, 16 << 10, short_x=True),
+    StreamPlan(128, 1, 16 << 10, splits=2),
+    StreamPlan(128, 1, 32 << 10, splits=4),
 )
 
 

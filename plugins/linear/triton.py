@@ -68,11 +68,13 @@ def gemv(
     x_row, residual_row, out_row,
     COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one row a block. Grid (columns, rows, splits).
 
-    The next piece of the weight is always on its way, the first one before the launch ahead has ended.
+    The next piece of the weight is always on its way, the first one before the launch ahead has ended;
+    with AHEAD as many columns behind it are asked for then, too.
     """
     let_next_start(OVERLAP)
     row, split = tl.program_id(1), tl.program_id(2)
@@ -88,6 +90,10 @@ def gemv(
     if GATED:
         up_block = weights_at(ups, columns, offsets < K, N, BLOCK_N, EVEN)
     T = tl.load(counts + COUNT)
+    if OVERLAP and AHEAD > 0:
+        fetch_rows(weight, columns, split * CHUNK + BLOCK_K, N, K, AHEAD)
+        if GATED:
+            fetch_rows(weight + N * K, columns, split * CHUNK + BLOCK_K, N, K, AHEAD)
     wait_for_earlier(OVERLAP)
     if row >= T:
         return

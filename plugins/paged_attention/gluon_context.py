@@ -16,12 +16,72 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tapeout.plugins.triton_aot.overlap import take_turn
 
+#: Consumer warpgroups of a block; the turns below are written for two.
+CONSUMERS: gl.constexpr = gl.constexpr(2)
+
 
 @gluon.jit
 def advance(slot, phase, RING: gl.constexpr):
     """The next tile of the ring, and the parity of its barriers."""
     last = slot == RING - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def address_of(barriers):
+    """Where barriers lie, 8 bytes each. The consumers' hot loop uses them by address: the compiler would
+    put a barrier of the warpgroup around every use of a descriptor."""
+    return gl.inline_asm("mov.b32 $0, $1;", "=r,r", [barriers], gl.int32)
+
+
+@gluon.jit
+def release(barriers, index):
+    """Arrive once a warp; having waited for its own products, no warp waits for another."""
+    gl.inline_asm(
+        """{
+        .reg .pred first;
+        elect.sync _|first, 0xffffffff;
+        @first mbarrier.arrive.shared::cta.b64 _, [$0];
+        }""",
+        "r",
+        [barriers + index * 8],
+    )
+
+
+@gluon.jit
+def wait(barriers, index, phase):
+    """Wait for a phase of a barrier."""
+    gl.inline_asm(
+        """{
+        .reg .pred done;
+        again:
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
+        @!done bra again;
+        }""",
+        "r,r",
+        [barriers + index * 8, phase],
+    )
+
+
+@gluon.jit
+def await_turn(INDEX: gl.constexpr):
+    """Wait until the other consumer has passed the turn on.
+
+    Hardware barriers 8 and 9 of both consumers' threads; the compiler numbers its own upwards from 0.
+    """
+    if INDEX == 0:
+        gl.inline_asm("bar.sync 8, 256;")
+    else:
+        gl.inline_asm("bar.sync 9, 256;")
+
+
+@gluon.jit
+def pass_turn(INDEX: gl.constexpr):
+    """Let consumer INDEX issue its products."""
+    if INDEX == 0:
+        gl.inline_asm("bar.arrive 8, 256;")
+    else:
+        gl.inline_asm("bar.arrive 9, 256;")
 
 
 @gluon.jit
@@ -39,11 +99,11 @@ def tile_at(turn, T, HEAD_BLOCKS: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def blocks_of(first, last, seq, cu_q, kv_lens, BLOCK_N: gl.constexpr):
-    """How the rows [first, last) of a sequence walk its keys, as (start_row, earlier, own, masked, partial, count).
+    """How the rows of a sequence in [first, last) walk its keys.
 
-    Steps: `masked` of the `own` blocks of the step's rows, from the last one down; one block of
-    the `partial` remainder of `earlier` tokens; own blocks without a mask; full blocks of earlier
-    tokens. `count` of all, 0 for a sequence of one row.
+    Returns (start_row, earlier, own, masked, partial, count). Steps: `masked` of the `own` blocks of
+    the step's rows, from the last one down; the `partial` (0 or 1) last block of the `earlier` tokens;
+    own blocks without a mask; full blocks of earlier tokens. `count` of all, 0 for a sequence of one row.
     """
     start_row = gl.load(cu_q + seq)
     end_row = gl.load(cu_q + seq + 1)
@@ -71,7 +131,9 @@ def load_earlier(
     for part in gl.static_range(BLOCK_N // ROWS):
         at = token + part * ROWS
         page = gl.load(pages + at // PAGE, mask=at < earlier, other=0).to(gl.int64)
-        base = (page * layers + layer) * (2 * KV_HEADS * PAGE * DIM) + (plane + kv_head * PAGE + at % PAGE) * DIM
+        base = (page * layers + layer) * (2 * KV_HEADS * PAGE * DIM) + (
+            plane + kv_head * PAGE + at % PAGE
+        ) * DIM
         inside = (row < earlier - at)[:, None] & (d < DIM)[None, :]
         async_copy.async_load(tile.slice(part * ROWS, ROWS, 0), kv_pool + base + offset, inside)
     async_copy.commit_group()
@@ -82,7 +144,7 @@ def produce(
     T, key_tiles, value_tiles, query_tiles, queries, ring, query_full, query_empty, full, empty,
     cu_q, kv_lens, row_seqs, page_table, kv_pool, layers, layer, max_pages,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    HEADS_BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
+    HEADS_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """Bring queries, keys and values of all tiles of this program."""
     ROWS: gl.constexpr = 64 // HEADS_BLOCK
@@ -114,10 +176,10 @@ def produce(
                 query_phase ^= 1
             pages = page_table + seq * max_pages
             pending = gl.to_tensor(-1)
-            for turn_in in range(0, 2 * count):
-                # 0: K0, 1: K1, 2: V0, 3: K2, ... the last is a value.
-                is_key = (turn_in == 0) | ((turn_in % 2 == 1) & (turn_in < 2 * count - 1))
-                step = gl.where(is_key, (turn_in + 1) // 2, gl.where(turn_in == 2 * count - 1, count - 1, turn_in // 2 - 1))
+            for load in range(2 * count):
+                is_key = (load == 0) | ((load % 2 == 1) & (load < 2 * count - 1))
+                value_step = gl.where(load == 2 * count - 1, count - 1, load // 2 - 1)
+                step = gl.where(is_key, (load + 1) // 2, value_step)
                 is_partial = (step >= masked) & (step < masked + partial)
                 is_own = (step < own + partial) & (is_partial == 0)
                 mbarrier.wait(empty.index(slot), phase ^ 1)
@@ -180,39 +242,45 @@ def exponentials(scores, m, scale, bound, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def sums_of(weights):
+    """Sums [64, 4] of the parts of each row that one thread holds: no thread asks another."""
+    parts = weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, axis=3), axis=1)
+
+
+@gluon.jit
 def step_of(
-    queries, ring, full, empty, turns, slot, phase, turn_phase, m, total, acc, p, scale, bound,
-    INDEX: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-    RING: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr,
+    queries, ring, full, empty, slot, phase, m, total, acc, weights, scale, bound,
+    INDEX: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+    RING: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
     """Scores of the next keys beside the weighted sum of the present values."""
     value_slot, value_phase = advance(slot, phase, RING)
-    mbarrier.wait(full.index(slot), phase)
-    if TURNS:
-        mbarrier.wait(turns.index(INDEX), turn_phase)
+    wait(full, slot, phase)
+    wait(full, value_slot, value_phase)
+    await_turn(INDEX)
     token = scores_of(queries, ring.index(slot).reshape([BLOCK_N, DIM]), BLOCK_N, layout)
-    mbarrier.wait(full.index(value_slot), value_phase)
+    p = gl.convert_layout(weights.to(kind), gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = hopper.warpgroup_mma(p, ring.index(value_slot).reshape([BLOCK_N, DIM]), acc, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS))
+    pass_turn(1 - INDEX)
     scores = hopper.warpgroup_mma_wait(1, deps=[token])
-    mbarrier.arrive(empty.index(slot))
+    release(empty, slot)
     m, keep, weights = exponentials(scores, m, scale, bound, MASKED)
-    total = total * keep + gl.sum(weights, axis=1)
-    acc, p = hopper.warpgroup_mma_wait(0, deps=[acc, p])
-    mbarrier.arrive(empty.index(value_slot))
+    total = total * gl.convert_layout(keep, gl.SliceLayout(1, total.type.layout))[:, None] + sums_of(weights)
+    wait(full, value_slot, value_phase)  # has passed: keeps the assembler from waiting early
+    acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
+    release(empty, value_slot)
     acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     slot, phase = advance(value_slot, value_phase, RING)
-    return slot, phase, turn_phase ^ 1, m, total, acc, p
+    return slot, phase, m, total, acc, weights
 
 
 @gluon.jit
 def consume(
-    T, out, queries, ring, query_full, query_empty, full, empty, turns, cu_q, kv_lens, row_seqs,
+    T, out, queries, ring, query_full, query_empty, full, empty, cu_q, kv_lens, row_seqs,
     out_row, out_group, scale,
     INDEX: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, HEADS_BLOCK: gl.constexpr,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_N: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """Attend for the INDEX-th 64 rows of all tiles of this program."""
     ROWS: gl.constexpr = 64 // HEADS_BLOCK
@@ -228,11 +296,14 @@ def consume(
     local = gl.arange(0, 64, row_layout) // HEADS_BLOCK
     place = gl.arange(0, 64, gl.SliceLayout(1, out_layout))
     d = gl.arange(0, DIM, gl.SliceLayout(0, out_layout))
+    full, empty = address_of(full), address_of(empty)
+    query_full, query_empty = address_of(query_full), address_of(query_empty)
     mine = queries.index(INDEX).reshape([64, DIM])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     query_phase = gl.to_tensor(0)
-    turn_phase = gl.to_tensor(0)
+    if INDEX == 1:
+        pass_turn(0)
     turn = gl.to_tensor(0)
     first, head_block = tile_at(turn, T, HEAD_BLOCKS, BLOCK_Q)
     while first >= 0:
@@ -245,40 +316,40 @@ def consume(
             )
             if count > 0:
                 if asked == 0:
-                    mbarrier.wait(query_full.index(INDEX), query_phase)
+                    wait(query_full, INDEX, query_phase)
                     query_phase ^= 1
                 asked += 1
                 limit = first + INDEX * ROWS + local - start_row
-                mbarrier.wait(full.index(slot), phase)
+                wait(full, slot, phase)
                 token = scores_of(mine, ring.index(slot).reshape([BLOCK_N, DIM]), BLOCK_N, score_layout)
                 scores = hopper.warpgroup_mma_wait(0, deps=[token])
-                mbarrier.arrive(empty.index(slot))
+                release(empty, slot)
                 slot, phase = advance(slot, phase, RING)
                 m = gl.full([64], float("-inf"), gl.float32, row_layout)
-                m, keep, weights = exponentials(scores, m, scale, limit - (own - 1) * BLOCK_N, True)
-                total = gl.sum(weights, axis=1)
-                p = gl.convert_layout(weights.to(kind), weight_layout)
+                m, _, weights = exponentials(scores, m, scale, limit - (own - 1) * BLOCK_N, True)
+                total = sums_of(weights)
                 acc = gl.zeros([64, DIM], gl.float32, acc_layout)
                 for step in range(1, masked + partial):
                     bound = limit - (own - 1 - step) * BLOCK_N
                     bound = gl.where(step < masked, bound, earlier % BLOCK_N - 1)
-                    slot, phase, turn_phase, m, total, acc, p = step_of(
-                        mine, ring, full, empty, turns, slot, phase, turn_phase, m, total, acc, p, scale,
-                        bound, INDEX, CONSUMERS, BLOCK_N, DIM, RING, TURNS, True, score_layout,
+                    slot, phase, m, total, acc, weights = step_of(
+                        mine, ring, full, empty, slot, phase, m, total, acc, weights, scale,
+                        bound, INDEX, BLOCK_N, DIM, RING, True, score_layout, kind,
                     )  # fmt: skip
-                for step in range(masked + partial, count):
-                    slot, phase, turn_phase, m, total, acc, p = step_of(
-                        mine, ring, full, empty, turns, slot, phase, turn_phase, m, total, acc, p, scale,
-                        limit, INDEX, CONSUMERS, BLOCK_N, DIM, RING, TURNS, False, score_layout,
+                for _step in range(masked + partial, count):
+                    slot, phase, m, total, acc, weights = step_of(
+                        mine, ring, full, empty, slot, phase, m, total, acc, weights, scale,
+                        limit, INDEX, BLOCK_N, DIM, RING, False, score_layout, kind,
                     )  # fmt: skip
                 if seq == last_seq:
-                    mbarrier.arrive(query_empty.index(INDEX))
-                mbarrier.wait(full.index(slot), phase)
+                    release(query_empty, INDEX)
+                wait(full, slot, phase)
+                p = gl.convert_layout(weights.to(kind), weight_layout)
                 acc = hopper.warpgroup_mma(p, ring.index(slot).reshape([BLOCK_N, DIM]), acc, is_async=True)
                 acc, p = hopper.warpgroup_mma_wait(0, deps=[acc, p])
-                mbarrier.arrive(empty.index(slot))
+                release(empty, slot)
                 slot, phase = advance(slot, phase, RING)
-                share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc_layout))
+                share = gl.convert_layout(1.0 / gl.sum(total, axis=1), gl.SliceLayout(1, acc_layout))
                 result = gl.convert_layout((acc * share[:, None]).to(kind), out_layout)
                 row = first + INDEX * ROWS + place // HEADS_BLOCK
                 head = head_block * HEADS_BLOCK + place % HEADS_BLOCK
@@ -286,7 +357,7 @@ def consume(
                 target = out + (row.to(gl.int64) * out_row + head * out_group)[:, None] + d[None, :]
                 gl.store(target, result, mask=real[:, None])
             elif (seq == last_seq) & (asked > 0):
-                mbarrier.arrive(query_empty.index(INDEX))
+                release(query_empty, INDEX)
         turn += 1
         first, head_block = tile_at(turn, T, HEAD_BLOCKS, BLOCK_Q)
 
@@ -296,10 +367,10 @@ def specialized_context(
     q, k, v, out, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
     q_row, q_group, k_row, k_group, v_row, v_group, out_row, out_group, scale, layers, layer, max_pages,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    HEADS_BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr, TURNS: gl.constexpr,
+    HEADS_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr, RING: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """`packed_context` without window, softcap and sinks. Grid: any number of programs, which share the tiles."""
+    """`packed_context` without window, softcap and sinks. Grid: any number of programs, which share tiles."""
     T = take_turn(counts, 0, OVERLAP)
     ROWS: gl.constexpr = 64 // HEADS_BLOCK
     kind: gl.constexpr = q.dtype.element_ty
@@ -320,30 +391,26 @@ def specialized_context(
     query_empty = mbarrier.allocate_mbarrier(CONSUMERS)
     full = mbarrier.allocate_mbarrier(RING)
     empty = mbarrier.allocate_mbarrier(RING)
-    turns = mbarrier.allocate_mbarrier(CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(query_full.index(i), 1)
-        mbarrier.init(query_empty.index(i), 1)
-        mbarrier.init(turns.index(i), 1)
+        mbarrier.init(query_empty.index(i), 4)
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), 1)
-        mbarrier.init(empty.index(i), CONSUMERS)
-    mbarrier.arrive(turns.index(0))
-    gl.static_assert(CONSUMERS == 2)
+        mbarrier.init(empty.index(i), 4 * CONSUMERS)
     gl.warp_specialize(
         [
             (consume, (
-                T, out, queries, ring, query_full, query_empty, full, empty, turns, cu_q, kv_lens, row_seqs,
-                out_row, out_group, scale, 0, HEADS, DIM, HEADS_BLOCK, CONSUMERS, BLOCK_N, RING, TURNS,
+                T, out, queries, ring, query_full, query_empty, full, empty, cu_q, kv_lens, row_seqs,
+                out_row, out_group, scale, 0, HEADS, DIM, HEADS_BLOCK, BLOCK_N, RING,
             )),
             (consume, (
-                T, out, queries, ring, query_full, query_empty, full, empty, turns, cu_q, kv_lens, row_seqs,
-                out_row, out_group, scale, 1, HEADS, DIM, HEADS_BLOCK, CONSUMERS, BLOCK_N, RING, TURNS,
+                T, out, queries, ring, query_full, query_empty, full, empty, cu_q, kv_lens, row_seqs,
+                out_row, out_group, scale, 1, HEADS, DIM, HEADS_BLOCK, BLOCK_N, RING,
             )),
             (produce, (
                 T, key_tiles, value_tiles, query_tiles, queries, ring, query_full, query_empty, full, empty,
                 cu_q, kv_lens, row_seqs, page_table, kv_pool, layers, layer, max_pages, HEADS, KV_HEADS, DIM,
-                PAGE, HEADS_BLOCK, CONSUMERS, BLOCK_N, RING,
+                PAGE, HEADS_BLOCK, BLOCK_N, RING,
             )),
         ],
         [4, 4],

@@ -109,27 +109,18 @@ def decode_row(row, counts, cu_q, kv_lens, row_seqs):
 
 
 @triton.jit
-def decode(
-    q, out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
-    q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
+def decode_range(
+    q, out, sinks, partial, partial_ml, row, seq, slot, kv_head, split, begin, end, kv_len, page_table,
+    kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of sequences with one row; others are left to `context`. Grid (rows, kv heads, splits).
+    """One row's query heads of a kv head over the tokens [begin, end).
 
-    With splits: unnormalised sums partial [T, HEADS, SPLITS, DIM] and their maximum and sum
-    partial_ml [T, HEADS, SPLITS, 2].
+    With SPLITS > 1 what comes out are unnormalised sums partial [slots, HEADS, SPLITS, DIM] and their
+    maximum and sum partial_ml [slots, HEADS, SPLITS, 2].
     """
-    let_next_start(OVERLAP)
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq, kv_len, mine = decode_row(row, counts, cu_q, kv_lens, row_seqs)
-    wait_for_earlier(OVERLAP)
-    if not mine:
-        return
-    begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
-    if begin >= end:
-        return
     GROUP: tl.constexpr = HEADS // KV_HEADS
     local, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     heads = kv_head * GROUP + local
@@ -153,7 +144,7 @@ def decode(
             queries, m, total, acc, keys, values, visible[None, :], scale, softcap, SOFTCAP, True
         )
     if SPLITS > 1:
-        at_split = (row64 * HEADS + heads) * SPLITS + split
+        at_split = (slot.to(tl.int64) * HEADS + heads) * SPLITS + split
         tl.store(partial + at_split[:, None] * DIM + d[None, :], acc, mask=inside)
         tl.store(partial_ml + at_split * 2, m, mask=local < GROUP)
         tl.store(partial_ml + at_split * 2 + 1, total, mask=local < GROUP)
@@ -166,22 +157,85 @@ def decode(
 
 
 @triton.jit
-def combine(
-    out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, out_row, out_group, window,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+def decode(
+    q, out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
+    q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one row and head. Grid (rows, heads)."""
+    """Rows of sequences with one row; others are left to `context`. Grid (rows, kv heads, splits)."""
     let_next_start(OVERLAP)
-    row, head = tl.program_id(0), tl.program_id(1)
-    _, kv_len, mine = decode_row(row, counts, cu_q, kv_lens, row_seqs)
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq, kv_len, mine = decode_row(row, counts, cu_q, kv_lens, row_seqs)
     wait_for_earlier(OVERLAP)
     if not mine:
         return
+    begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
+    if begin >= end:
+        return
+    decode_range(
+        q, out, sinks, partial, partial_ml, row, seq, row, kv_head, split, begin, end, kv_len, page_table,
+        kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
+        HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, SPLITS, WINDOW, SOFTCAP, SINKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_sequences(
+    q, out, sinks, partial, partial_ml, counts, cu_q, kv_lens, page_table, kv_pool,
+    q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`decode` for steps that mostly have longer rows. Grid (few, kv heads, splits).
+
+    A step of at most `few` sequences splits each over its cache; one of more shares whole
+    sequences out among the blocks.
+    """
+    let_next_start(OVERLAP)
+    first, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    few = tl.num_programs(0)
+    count = tl.load(counts + 1)
+    wait_for_earlier(OVERLAP)
+    if SPLITS > 1 and count <= few:
+        if first < count:
+            row = tl.load(cu_q + first)
+            kv_len = tl.load(kv_lens + first)
+            begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
+            if (tl.load(cu_q + first + 1) - row == 1) & (begin < end):
+                decode_range(
+                    q, out, sinks, partial, partial_ml, row, first, first, kv_head, split, begin, end, kv_len,
+                    page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers,
+                    layer, max_pages, HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, SPLITS,
+                    WINDOW, SOFTCAP, SINKS,
+                )  # fmt: skip
+    else:
+        for seq in range(first * SPLITS + split, count, few * SPLITS):
+            row = tl.load(cu_q + seq)
+            if tl.load(cu_q + seq + 1) - row == 1:
+                kv_len = tl.load(kv_lens + seq)
+                begin, end = split_bounds(kv_len, 0, window, 1, WINDOW, BLOCK_N)
+                decode_range(
+                    q, out, sinks, partial, partial_ml, row, seq, seq, kv_head, 0, begin, end, kv_len,
+                    page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers,
+                    layer, max_pages, HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, 1,
+                    WINDOW, SOFTCAP, SINKS,
+                )  # fmt: skip
+
+
+@triton.jit
+def join_splits(
+    out, sinks, partial, partial_ml, row, slot, head, kv_len, out_row, out_group, window,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One row and head of what `decode_range` left."""
     split, d = tl.arange(0, SPLITS), tl.arange(0, DIM_BLOCK)
     begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
     used = begin < end
-    at = (row.to(tl.int64) * HEADS + head) * SPLITS + split
+    at = (slot.to(tl.int64) * HEADS + head) * SPLITS + split
     m = tl.load(partial_ml + at * 2, mask=used, other=float("-inf"))
     split_sum = tl.load(partial_ml + at * 2 + 1, mask=used, other=0.0)
     sums = tl.load(
@@ -198,6 +252,45 @@ def combine(
         total, acc = total * keep + tl.exp2(sink - top), acc * keep
     target = out + row.to(tl.int64) * out_row + head * out_group + d
     tl.store(target, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def combine(
+    out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, out_row, out_group, window,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one row and head. Grid (rows, heads)."""
+    let_next_start(OVERLAP)
+    row, head = tl.program_id(0), tl.program_id(1)
+    _, kv_len, mine = decode_row(row, counts, cu_q, kv_lens, row_seqs)
+    wait_for_earlier(OVERLAP)
+    if not mine:
+        return
+    join_splits(
+        out, sinks, partial, partial_ml, row, row, head, kv_len, out_row, out_group, window,
+        HEADS, DIM, DIM_BLOCK, BLOCK_N, SPLITS, WINDOW, SINKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_sequences(
+    out, sinks, partial, partial_ml, counts, cu_q, kv_lens, out_row, out_group, window,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`combine` behind `decode_sequences`. Grid (few, heads)."""
+    count = take_turn(counts, 1, OVERLAP)
+    seq, head = tl.program_id(0), tl.program_id(1)
+    if (count > tl.num_programs(0)) | (seq >= count):
+        return
+    row = tl.load(cu_q + seq)
+    if tl.load(cu_q + seq + 1) - row != 1:
+        return
+    join_splits(
+        out, sinks, partial, partial_ml, row, seq, head, tl.load(kv_lens + seq), out_row, out_group, window,
+        HEADS, DIM, DIM_BLOCK, BLOCK_N, SPLITS, WINDOW, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import torch
 
 from tapeout.plugins.case import Case, cache_tolerance, tolerance
 from tapeout.plugins.cpu import OpSignature, StepState, TensorType
+from tapeout.plugins.cuda import MAX_KV_HEADS
 from tapeout.plugins.example import concrete, example_step, torch_dtype
 from tapeout.plugins.reference import bind_reference
 from tapeout.plugins.registry import OPS
@@ -161,7 +162,11 @@ def _step_tensors(
     sequences: Sequence[tuple[int, int]] = case.sequences or ((rows, rows),)
     counts = [rows, len(sequences), max(q for q, _ in sequences), max(kv for _, kv in sequences), logit_rows]
     seqs = [b for b, (q, _) in enumerate(sequences) for _ in range(q)]
-    step = {"counts": counts, "row_seqs": seqs + [STALE] * (bucket - rows)}
+    step = {
+        "counts": counts,
+        "row_seqs": seqs + [STALE] * (bucket - rows),
+        "arrivals": [0] * (len(sequences) * MAX_KV_HEADS),
+    }
     tensors = {n: torch.tensor(v, dtype=torch.int32, device=device) for n, v in step.items()}
     if state is not None:
         names = ("positions", "cu_q", "kv_lens", "page_table")

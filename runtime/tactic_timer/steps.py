@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from tapeout.plugins.cuda import MAX_KV_HEADS
 from tapeout.plugins.tactic_check.hashed import permutation
 from tapeout.runtime.kv_cache import pages_for
 from tapeout.runtime.tactic_timer.pack import StepCase
@@ -55,6 +56,7 @@ def step_tensors(case: StepCase, tokens_per_page: int, bucket: int) -> dict[str,
         "row_ids": array([end - 1 for end in ends], stale),
         "token_ids": array(np.zeros(case.rows), stale),
         "page_table": table,
+        "arrivals": np.zeros(len(queries) * MAX_KV_HEADS, np.int32),
     }
 
 

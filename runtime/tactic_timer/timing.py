@@ -16,7 +16,8 @@ from tapeout.runtime.tactic_timer.pack import Candidate, Entry
 _CACHES = 2  # times the L2 cache that a rotation reads
 _MAX_COPIES = 32  # small weights stay in the cache in a real step too
 _FIRST_CALLS = 4
-_GRAPH_US, _MAX_CALLS = 200.0, 128  # of a replay: long beside the clock's step of half a microsecond
+_CLOCK_US = 0.5  # step of the events' clock
+_GRAPH_US, _MAX_CALLS = 200.0, 128  # of a replay: long beside the clock's step
 _REPLAYS, _MIN_REPLAYS, _REPLAYS_US = 15, 5, 10_000.0
 _HOPELESS = 4  # times the best: what a first replay must take to have lost
 
@@ -44,7 +45,7 @@ class Timer:
         calls = max(_FIRST_CALLS, self._copies)
         with closing(self._graph(candidate, calls)) as graph:
             self._replays_us(graph, 1)  # instructions and descriptors reach the device
-            call_us = self._replays_us(graph, 1) / calls
+            call_us = max(_CLOCK_US, self._replays_us(graph, 1)) / calls
             if call_us > _HOPELESS * best_us:
                 return round(call_us, 3)
             if call_us * calls >= _GRAPH_US:

@@ -110,7 +110,7 @@ def engine(alphabet: Path, tmp_path: Path) -> Path:
 def test_times_come_from_the_report_beside_the_engine(engine: Path) -> None:
     timings = write_report(engine)
     out = ok(inspect(engine))
-    assert "tactics (µs by rows, * the fastest, from a.engine.report.json)" in out
+    assert "tactics (µs by rows, * chosen, from a.engine.report.json)" in out
     assert (
         "      rows        1       8      64\n"
         "      aten      3.2*   26.0*  208.0*\n"

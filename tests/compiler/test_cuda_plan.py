@@ -17,10 +17,11 @@ from click.testing import CliRunner
 from tapeout.cli.main import cli
 from tapeout.compiler import cuda_plan
 from tapeout.compiler.build import build
-from tapeout.compiler.cuda_plan import buckets, check_alignment, choose_cuda
+from tapeout.compiler.cuda_plan import check_alignment, choose_cuda
 from tapeout.compiler.onnx_export import export_engine
 from tapeout.compiler.onnx_export.op_schemas import DOMAIN
 from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.plan import buckets
 from tapeout.compiler.targets import SKUS, cuda_target
 from tapeout.plugins.case import signature
 from tapeout.plugins.cpu import OpSignature, TensorType
@@ -73,7 +74,7 @@ def table_of(engine: Engine) -> LaunchTable:
 
 
 def launches_of(table: LaunchTable) -> list[Launch]:
-    ranges = [r for row in (*table.ranges.values(), table.sample) for r in row]
+    ranges = [r for row in (*table.ranges.values(), *table.decode_ranges.values(), table.sample) for r in row]
     return [*table.fill, *(launch for r in ranges for launch in r.launches)]
 
 
@@ -98,7 +99,9 @@ def test_buckets_and_ranges_cover_the_limits(engine: Engine) -> None:
         leading = str(engine.program.signatures[key].outputs[0].shape[0])
         assert ranges[-1].max_rows == rows[leading]
     assert table.sample[-1].max_rows == rows["R"]
-    ranges = [r for row in (*table.ranges.values(), table.sample) for r in row]
+    assert {key.partition("(")[0] for key in table.decode_ranges} == {"rope_attention"}
+    assert all(row[-1].max_rows == 4 for row in table.decode_ranges.values())
+    ranges = [r for row in (*table.ranges.values(), *table.decode_ranges.values(), table.sample) for r in row]
     assert table.workspace_bytes >= max(r.workspace_bytes for r in ranges)
 
 
@@ -186,6 +189,10 @@ def test_inspect_shows_a_cuda_engine(engine: Engine) -> None:
     text = CliRunner().invoke(cli, ["inspect", str(engine.path)])
     assert engine.manifest.target in text.stdout
     assert "ptxas version" in text.stdout
+    (attention,) = (t for t in data["tactics"] if t["decode_ranges"])
+    (row,) = table_of(engine).decode_ranges.values()
+    assert attention["decode_ranges"] == [{"max_rows": r.max_rows, "tactic": r.tactic} for r in row]
+    assert text.stdout.count("steps that only decode\n    up to ") == 1
 
 
 def test_running_without_a_gpu_is_refused(engine: Engine) -> None:
@@ -262,7 +269,8 @@ def test_batch_invariance_takes_one_invariant_tactic_for_all_rows() -> None:
         "add": signature("add", (TensorType("float32", ("T", 64)),) * 2, (TensorType("float32", ("T", 64)),)),
     }
     chosen = choose_cuda(signatures, BIG, H200, batch_invariant=True)
-    for row in chosen.values():
+    assert chosen.decode == {}
+    for row in chosen.mixed.values():
         assert len({c.tactic.name for c in row}) == 1
         assert all(c.tactic.batch_invariant for c in row)
         # One configuration as well: a row's sums do not depend on the bucket.

@@ -14,7 +14,7 @@ import torch
 import tapeout.compiler.tactics.select as select
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
-from tapeout.compiler.tactics.select import Choices, anchors, choose_untimed, select_tactics
+from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
 from tapeout.compiler.tactics.timing import Outcome, reference_outputs
 from tapeout.plugins.cpu import BoundCall, CpuTactic, HostCpu, OpSignature, TensorType
 from tapeout.plugins.errors import TapeoutError, UsageError
@@ -87,12 +87,6 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Choices]:
 
 def ranges(choices: Choices) -> list[tuple[int, str]]:
     return [(r.max_rows, r.tactic) for r in choices.ranges[ADD.key()]]
-
-
-def test_anchors_are_powers_of_two_and_the_limit() -> None:
-    assert anchors(1) == [1]
-    assert anchors(8) == [1, 2, 4, 8]
-    assert anchors(12) == [1, 2, 4, 8, 12]
 
 
 def test_the_fastest_wins_and_equal_neighbours_merge(choose: Callable[..., Choices]) -> None:

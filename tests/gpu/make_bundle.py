@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,18 +26,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gpu_bundle
 from gpu_bundle import DTYPES, NEW_TOKENS, ROOT, SMALL, TINY, code_digest
-from gpu_cases import CASES, LIMITS, run_case, to_json
+from gpu_cases import CASES, LIMITS, kind_of, run_case, to_json
 
-from tapeout.compiler.build import build
-from tapeout.compiler.build_pack import build_pack
-from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.targets import cuda_target
 from tapeout.runtime import LLM, SamplingParams
 
+# The compiler is imported where it is used: processes that compile kernels import this file, too.
+
 WORK = ROOT / "build" / "gpu-work"
-SMOLLM2_LIMITS = {"max_batch_size": 8, "max_num_tokens": 512, "max_seq_len": 512}
-#: Few buckets of rows, or a pack has thousands of candidates; the largest is worth a large tile.
-PACK_LIMITS = {"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 512}
+SMOLLM2_LIMITS = {"max_batch_size": 8, "max_num_tokens": 512, "max_seq_len": 512, "tokens_per_page": 32}
+PACK_LIMITS = {"max_batch_size": 8, "max_num_tokens": 128, "max_seq_len": 512}
+#: Models of the packs, each with further ops, or ops with further attributes.
+PACKED = ("llama", "qwen3", "gemma2")
 #: More tokens a step than any GPU has memory for.
 HUGE = {"max_num_tokens": 2**24}
 SAMPLED = {
@@ -64,6 +63,8 @@ class Maker:
     """Makes items into the bundle's folder."""
 
     def __init__(self, target: str) -> None:
+        from tapeout.compiler.targets import cuda_target
+
         self.target, self.sm = target, cuda_target(target).sm
         self.folder = gpu_bundle.folder()
         self.models = load_module(ROOT / "tests" / "models.py")
@@ -98,33 +99,61 @@ class Maker:
 
     def tiny_answers(self, name: str) -> None:
         engine = WORK / "cpu.engine"
-        build(self.tiny(name), engine, self.options("cpu", "float32"))
+        self.build(self.tiny(name), engine, "cpu", "float32")
         answers: dict[str, Any] = {}
         for case in CASES:
-            with LLM(engine, **case.options) as llm:
+            steps: list[Any] = []
+            with LLM(engine, on_step=steps.append, **case.options) as llm:
                 answers[case.name] = to_json(run_case(llm, case))
+            missing = case.steps - set(map(kind_of, steps))
+            assert not missing, f"{case.name}: no {', '.join(missing)} step"
         self.write_json(f"{name}.json", answers)
 
     def tiny_engine(self, name: str) -> None:
-        build(self.tiny(name), self.folder / f"{name}.engine", self.options(self.target, "float32"))
+        self.build(self.tiny(name), self.folder / f"{name}.engine", self.target, "float32")
 
     def invariant(self) -> None:
-        options = self.options(self.target, "bfloat16", batch_invariant=True)
-        build(self.tiny("llama", **SMALL), self.folder / "invariant.engine", options)
+        path = self.folder / "invariant.engine"
+        self.build(self.tiny("llama", **SMALL), path, self.target, "bfloat16", batch_invariant=True)
 
     def other_sm(self) -> None:
         other = "cuda:sm_80" if self.sm != 80 else "cuda:sm_90"
-        build(self.tiny("llama"), self.folder / "other_sm.engine", self.options(other, "float32"))
+        self.build(self.tiny("llama"), self.folder / "other_sm.engine", other, "float32")
 
     def huge(self) -> None:
         model = self.tiny("llama", num_hidden_layers=1, intermediate_size=8192)
-        build(model, self.folder / "huge.engine", self.options(self.target, "float32", **HUGE))
+        self.build(model, self.folder / "huge.engine", self.target, "float32", **HUGE)
 
     def pack(self, dtype: str) -> None:
-        path = self.folder / f"{dtype}.pack"
-        build_pack(self.tiny("llama", **SMALL), self.options(self.target, dtype, pack=path, **PACK_LIMITS))
+        """All tactics of a Llama, and of other architectures those that are no product with a weight."""
+        from tapeout.compiler.front_end import Stages, lower_model
+        from tapeout.compiler.plan import signatures_of
+        from tapeout.compiler.progress import SilentProgress
+        from tapeout.compiler.tactics.gpu_contests import contests
+        from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
+        from tapeout.compiler.targets import cuda_target
 
-    def options(self, target: str, dtype: str, **changes: Any) -> BuildOptions:
+        options = self.options(self.target, dtype, **PACK_LIMITS)
+        target = replace(cuda_target(self.target), tokens_per_page=options.tokens_per_page)
+        found = {}
+        for name in PACKED:
+            lowered = lower_model(self.tiny(name, **SMALL), options, Stages(SilentProgress()), lambda _: None)
+            for contest in contests(signatures_of(lowered.module), lowered.limits, target):
+                if is_packed(name, contest.signature.op, contest.rows):
+                    found[contest.key, contest.kind, contest.rows] = contest
+        file = make_pack(list(found.values()), lowered.limits, target, self.target)
+        write_pack(file, self.folder / f"{dtype}.pack")
+
+    def build(self, model: str, path: Path, target: str, dtype: str, **changes: Any) -> None:
+        from tapeout.compiler.build import build
+
+        build(model, path, self.options(target, dtype, **changes))
+        report = path.with_name(f"{path.name}.report.json")
+        report.unlink()
+
+    def options(self, target: str, dtype: str, **changes: Any) -> Any:
+        from tapeout.compiler.options import BuildOptions
+
         cache = WORK / "timings.json" if target == "cpu" else None
         given = {**LIMITS, "target": target, "dtype": dtype, "timing_cache": cache, "verify": False}
         return BuildOptions(**{**given, **changes})
@@ -155,7 +184,7 @@ class Maker:
         """Sampled ids of the CPU engine."""
         prompts = json.loads((self.folder / "smollm2_hf.json").read_text())
         engine, answers = WORK / "cpu.engine", {}
-        build(str(self.gguf), engine, self.options("cpu", "float32", **SMOLLM2_LIMITS, tokens_per_page=32))
+        self.build(str(self.gguf), engine, "cpu", "float32", **SMOLLM2_LIMITS)
         with LLM(engine) as llm:
             for name, params in SAMPLED.items():
                 given = {**params, "max_tokens": 48, "ignore_eos": True}
@@ -170,8 +199,7 @@ class Maker:
         made = WORK / dtype / "smollm2.engine"
         shutil.rmtree(made.parent, ignore_errors=True)
         made.parent.mkdir()
-        options = self.options(self.target, dtype, weights="shared", tokens_per_page=32, **SMOLLM2_LIMITS)
-        build(str(self.gguf), made, options)
+        self.build(str(self.gguf), made, self.target, dtype, weights="shared", **SMOLLM2_LIMITS)
         made.rename(self.folder / f"smollm2_{dtype}.engine")
         shutil.rmtree(made.parent)
 
@@ -210,6 +238,13 @@ class Maker:
             "smollm2_bytes": self.gguf.stat().st_size,
         }
         self.write_json("bundle.json", index)
+
+
+def is_packed(model: str, op: str, rows: int) -> bool:
+    """A few of the buckets, or there are thousands of candidates: two that between them hold all tactics."""
+    if model != "llama":
+        return rows == 8 and "linear" not in op
+    return rows in ((1, 128) if "linear" in op else (1, 8, 128))
 
 
 def says_cpu_ids(path: str) -> bool:

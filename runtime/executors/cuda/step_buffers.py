@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 
+from tapeout.plugins.cuda import MAX_KV_HEADS
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Event, PinnedMemory, Stream
 from tapeout.runtime.step import StepInputs
@@ -33,8 +34,9 @@ class StepBuffers:
             "token_ids": tokens,
             "positions": tokens,
             "row_seqs": tokens,
-            # Largest of all, so last: the copy ends with the last sequence of the step.
+            # Largest of all, so last of those that are copied: the copy ends with the step's last sequence.
             "page_table": batch * self.max_pages,
+            "arrivals": batch * MAX_KV_HEADS,  # the kernels' own
         }
         self._sequences = np.arange(batch, dtype=np.int32)
         self._offsets, end = {}, 0

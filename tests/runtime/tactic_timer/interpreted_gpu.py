@@ -1,13 +1,15 @@
 # ruff: noqa: N802 (methods have the names of the driver's functions)
-"""A GPU whose kernels run in Triton's interpreter: `python interpreted_gpu.py JOB.json`.
+"""A GPU whose kernels run in Triton's interpreter: `python interpreted_gpu.py JOB...`
 
 A program of its own, because TRITON_INTERPRET must be set before kernels are imported; the folders of
-fake_cuda.py and interpret_cuda.py belong on PYTHONPATH. It builds a
-pack of a few ops and gives it to the timing worker; "cubins" are descriptions of kernels. Prints what
-the worker tells, a message a line.
+fake_cuda.py, interpret_cuda.py and fake_kernels.py belong on PYTHONPATH. For each job it packs one op and
+gives the pack to the timing worker; "cubins" are descriptions of kernels. Prints what the worker tells,
+a message a line, after one that names the entry and its candidates.
 
-The job: {"ops": [signature fields], "limits": [...], "spoil": {tactic: how}}; how is `wrong` (adds to
-one element), `outside` (writes a guard), `cache` (writes a cached token), `unwritten`.
+A job: {"op": op, "case": words of a case's label, "places": [[kind, rows]], "every": of the candidates
+every so-manieth, "spoil": {number of a candidate, or -1 for the reference: how}}. How is `wrong` (another
+value), `outside` (a guard is written), `unwritten`, `cache` (another layer is written), `raises` (the
+launch fails).
 """
 
 from __future__ import annotations
@@ -17,62 +19,52 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np
 import torch
-from fake_cuda import OK, FakeCuda, Launched
+from fake_cuda import Launched
+from fake_kernels import compile_nothing
+from idle_gpu import IdleCuda
 from interpret_cuda import teach_bfloat16
 
 from tapeout.compiler.tactics import gpu_pack
-from tapeout.compiler.tactics.gpu_contests import contests
-from tapeout.plugins.cpu import OpSignature, TensorType
+from tapeout.compiler.tactics.gpu_contests import Contest, contests
+from tapeout.plugins.case import cases
 from tapeout.plugins.cuda import CudaTarget, KernelSpec
-from tapeout.plugins.triton_aot.compile import CompiledKernel, KernelResources
+from tapeout.plugins.errors import TapeoutError
+from tapeout.plugins.tactic_check.hashed import normals
+from tapeout.plugins.triton_aot import CompiledKernel
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.executors.cuda import driver
 from tapeout.runtime.tactic_timer import device, timing, worker
+from tapeout.runtime.tactic_timer.checking import Checker
+from tapeout.runtime.tactic_timer.pack import Candidate
 
+LIMITS = Limits(max_batch_size=4, max_num_tokens=8, max_seq_len=48, tokens_per_page=16)
+TARGET = CudaTarget(90, 4, 232448, LIMITS.tokens_per_page)
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
 _SPECS: dict[bytes, KernelSpec] = {}
+_NOTHING = (ctypes.c_uint8 * 16)()
 
 
-def compile_nothing(specs: list[KernelSpec], sm: int) -> list[CompiledKernel]:
-    """A name for each kernel in place of its cubin."""
-    done = []
-    for spec in specs:
-        cubin = b"\x7fELF" + spec.key().encode()
-        _SPECS[cubin] = spec
-        kinds = (*(kind for _, kind in spec.signature), "*i8", "*i8")
-        resources = KernelResources(0, 0)
-        done.append(CompiledKernel(cubin, spec.function, 128, 0, 64, 128, resources, kinds))
+def described(specs: Sequence[KernelSpec], sm: int) -> list[CompiledKernel]:
+    done = compile_nothing(specs, sm)
+    _SPECS.update((kernel.cubin, spec) for kernel, spec in zip(done, specs, strict=True))
     return done
 
 
-class InterpretedCuda(FakeCuda):
-    """Runs every launch when it is queued or replayed; an event's time counts the blocks since."""
+class InterpretedCuda(IdleCuda):
+    """Runs every launch when it is queued or first replayed; a block takes 100 microseconds."""
 
     def __init__(self) -> None:
         super().__init__(free=1 << 28)
         self._modules: dict[int, KernelSpec] = {}
-        self._blocks_run = 0
-        self._times: dict[int, int] = {}
+        self._took_us: dict[int, float] = {}
         self.on_launch = self._run
-
-    def cuDeviceGetAttribute(self, which: Any, device: int) -> tuple[Any, ...]:
-        if which == self.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
-            return OK, 1 << 16
-        return super().cuDeviceGetAttribute(which, device)
-
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return (OK,)
-
-    def cuMemsetD32Async(self, address: int, word: int, count: int, stream: int) -> tuple[Any, ...]:
-        array = (ctypes.c_uint32 * count).from_address(address)
-        ctypes.memmove(array, (ctypes.c_uint32 * count)(*[word] * count), 4 * count)
-        return self._done("cuMemsetD32Async")
 
     def cuModuleLoadData(self, cubin: bytes) -> tuple[Any, ...]:
         result = super().cuModuleLoadData(cubin)
@@ -82,23 +74,21 @@ class InterpretedCuda(FakeCuda):
     def cuModuleGetFunction(self, module: int, symbol: bytes) -> tuple[Any, ...]:
         return self._done("cuModuleGetFunction", module)
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, params: Any, extra: int) -> tuple[Any, ...]:
-        if self._recording is not None:
-            return super().cuLaunchKernelEx(config, function, params, extra)
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        self._run(Launched(function, grid, config.blockDimX, 0, *params, overlap=False))
-        return self._done("cuLaunchKernelEx")
-
-    def cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
-        self._times[event] = self._blocks_run
-        return super().cuEventRecord(event, stream)
-
-    def cuEventElapsedTime(self, first: int, second: int) -> tuple[Any, ...]:
-        return self._done("cuEventElapsedTime", (self._times[second] - self._times[first]) / 10.0)
+    def cuGraphLaunch(self, graph: int, stream: int) -> tuple[Any, ...]:
+        if graph in self._took_us:  # it would do the same again, and blocks cost milliseconds here
+            self.spend(self._took_us[graph])
+            return self._done("cuGraphLaunch")
+        before = self.now_us
+        result = super().cuGraphLaunch(graph, stream)
+        self._took_us[graph] = self.now_us - before
+        return result
 
     def _run(self, launched: Launched) -> None:
         spec: KernelSpec = self._modules[launched.symbol]  # type: ignore[index]
-        self._blocks_run += launched.grid[0] * launched.grid[1] * launched.grid[2]
+        self.spend(100 * launched.grid[0] * launched.grid[1] * launched.grid[2])
+        if spec.function in {"fill_normal", "fill_cache"}:
+            fill(spec, launched)
+            return
         arguments = {}
         for (name, kind), value in zip(spec.signature, launched.values, strict=False):
             if kind.startswith("*"):
@@ -110,56 +100,98 @@ class InterpretedCuda(FakeCuda):
         kernel[launched.grid](**arguments, **spec.constants, **extra)
 
 
+def fill(spec: KernelSpec, launched: Launched) -> None:
+    """In numpy, which is faster; tests/plugins/test_tactic_check.py shows that it is the same."""
+    a = dict(zip((name for name, _ in spec.signature), launched.values, strict=False))
+    dtype, blocks = _TORCH[spec.signature[0][1][1:]], launched.grid[0]
+    if spec.function == "fill_normal":
+        rows, columns, stride = blocks // a["blocks"], a["columns"], a["row_stride"]
+        values = normals(a["seed"], np.arange(rows), np.arange(columns), a["scale"])
+        memory = _memory(a["out"], (rows - 1) * stride + columns, dtype)
+        memory.as_strided((rows, columns), (stride, 1)).copy_(torch.from_numpy(values))
+        return
+    heads2, elements = a["heads2"], a["page_elements"]
+    pages = blocks // heads2 // a["blocks"]
+    values = normals(a["seed"], np.arange(pages * heads2), np.arange(elements), a["scale"])
+    values = values.reshape(pages, heads2, elements)
+    for page, used in enumerate(_memory(a["used"], pages, torch.int32).tolist()):
+        values[page, :, used * a["dim"] :] = np.nan
+    pool = _memory(a["pool"], pages * a["layers"] * heads2 * elements, dtype)
+    pool.reshape(pages, a["layers"], heads2, elements)[:, a["layer"]] = torch.from_numpy(values)
+
+
+def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
 def _at(address: int, dtype: torch.dtype) -> torch.Tensor:
     """One element at an address: the interpreter takes the pointer and asks for no more."""
     memory = (ctypes.c_uint8 * 4).from_address(address or ctypes.addressof(_NOTHING))
     return torch.frombuffer(memory, dtype=dtype, count=1)
 
 
-_NOTHING = (ctypes.c_uint8 * 16)()
+class SpoilingChecker(Checker):
+    """What a wrong kernel would do, done after a right one; float32 outputs."""
+
+    spoil: dict[int, str] = {}  # noqa: RUF012
+
+    def _run(self, candidate: Candidate, outputs: Any, pool: int) -> None:
+        super()._run(candidate, outputs, pool)
+        number = -1 if outputs is self._wanted else self._entry.candidates.index(candidate)
+        how, out = self.spoil.get(number), outputs[0]
+        if how == "raises":
+            raise TapeoutError("CUDA: launching a kernel: CUDA_ERROR_INVALID_VALUE (made up by a test)")
+        at = {
+            "wrong": (out.address, 1e6),
+            "unwritten": (out.address + 4 * out.row_stride, float("nan")),
+            "outside": (out.address + 4 * out.columns, 0.0),
+            "cache": (pool, 1.0),
+        }
+        if how is not None:
+            address, value = at[how]
+            ctypes.c_float.from_address(address).value = value
+
+
+def decisions(job: dict[str, Any]) -> list[Contest]:
+    types = next(c.signature for c in cases(job["op"]) if job["case"] in c.label)
+    chosen = [c for c in contests({types.key(): types}, LIMITS, TARGET) if [c.kind, c.rows] in job["places"]]
+
+    def interpretable(contest: Contest) -> Contest:
+        able = [
+            c for c in contest.contenders if not any("gluon" in s.kernel.module for s in c.chosen.launches)
+        ]
+        return replace(contest, contenders=tuple(able[:: job["every"]]))
+
+    return [interpretable(c) for c in chosen]
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     teach_bfloat16()
-    gpu_pack.compile_all = compile_nothing
+    gpu_pack.compile_all = described
     fake = InterpretedCuda()
     driver.cu = device.cu = fake
+    worker.Checker = SpoilingChecker
     # Interpreted blocks cost milliseconds.
     timing._MAX_COPIES = timing._FIRST_CALLS = 2
     timing._REPLAYS = timing._MIN_REPLAYS = 1
     timing._GRAPH_US = worker._WARM_UP_US = 0.0
-    limits = Limits(*job["limits"])
-    target = replace(CudaTarget(90, 4, 232448), tokens_per_page=limits.tokens_per_page)
-    signatures = [_signature(fields) for fields in job["ops"]]
-    decisions = [
-        replace(c, contenders=tuple(x for x in c.contenders if not job["only"] or x.name in job["only"]))
-        for c in contests({s.key(): s for s in signatures}, limits, target)
-        if c.rows in job["rows"]
-    ]
-    file = gpu_pack.make_pack(decisions, limits, target, "cuda:sm_90")
     gpu = driver.Device(0)
-    timer = worker.Worker(file, gpu, device.l2_bytes(0), _tell)
-    for index in range(len(file.pack.entries)):
-        entry = file.pack.entries[index]
-        names = [c.tactic for c in entry.candidates]
-        _tell({"event": "title", "title": entry.title(), "candidates": names})
-        timer.run(index, {})
-    timer.close()
-    _tell({"event": "end", "open": fake.open})
+    for job in map(json.loads, sys.argv[1:]):
+        SpoilingChecker.spoil = {int(c): how for c, how in job.get("spoil", {}).items()}
+        file = gpu_pack.make_pack(decisions(job), LIMITS, TARGET, "cuda:sm_90")
+        timer = worker.Worker(file, gpu, device.l2_bytes(0), _tell)
+        for index, entry in enumerate(file.pack.entries):
+            names = [c.tactic for c in entry.candidates]
+            _tell({"event": "title", "kind": entry.kind, "rows": entry.rows, "candidates": names})
+            timer.run(index, {})
+        timer.close()
+        _tell({"event": "end", "open": fake.open})
 
 
 def _tell(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
-
-
-def _signature(fields: dict[str, Any]) -> OpSignature:
-    def types(name: str) -> tuple[TensorType, ...]:
-        return tuple(TensorType(t["dtype"], tuple(t["shape"])) for t in fields[name])
-
-    return OpSignature(fields["op"], types("inputs"), types("weights"), types("outputs"), fields["attrs"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A timing worker without a GPU: candidates behave as their names say.
 
 A candidate called `crash` ends the process, `hang` never answers, `fault` breaks the context, `wrong`
-fails its check; others take as many microseconds as their names end with.
+fails its check; others take as many microseconds as the digits in their names say.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(index: int, names: list[str], lost: dict[int, str]) -> None:
             send(event="outcome", entry=index, candidate=c, reason="output out: 3 of 8 elements differ")
             continue
         send(event="begin", entry=index, candidate=c, phase="time")
-        time_us = float(re.sub(r"\D", "", name) or 1)
+        time_us = float(int(re.sub(r"\D", "", name) or 1) % 1_000_000)
         send(event="outcome", entry=index, candidate=c, time_us=time_us)
     send(event="entry", entry=index, skipped=None)
 

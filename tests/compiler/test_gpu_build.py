@@ -1,0 +1,273 @@
+"""From a model to a timed engine for a GPU: pack, time, finish; on a GPU machine all at once.
+
+Nothing is compiled (see fake_kernels.py) and nothing is measured: a scripted worker tells times.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fake_kernels import compile_nothing
+
+from tapeout.cli.main import cli
+from tapeout.compiler import cuda_plan
+from tapeout.compiler.build import build
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.report import BuildReport
+from tapeout.compiler.tactics import gpu_decide, gpu_pack, gpu_timing
+from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.plugins.cuda import KernelSpec
+from tapeout.plugins.errors import UnsupportedError
+from tapeout.runtime.engine import open_engine
+from tapeout.runtime.executors.cuda import driver
+from tapeout.runtime.tactic_timer.pack_file import read_pack
+from tapeout.runtime.tactic_timer.session import time_pack
+
+LIMITS = {"max_batch_size": 2, "max_num_tokens": 4, "max_seq_len": 64, "tokens_per_page": 16}
+FLAGS = [part for name, value in LIMITS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+RUNTIME_TESTS = Path(__file__).parents[1] / "runtime"
+WORKER = (sys.executable, str(RUNTIME_TESTS / "tactic_timer" / "scripted_worker.py"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripted() -> Iterator[pytest.MonkeyPatch]:
+    """No compiler, no GPU, and times by the names of tactics."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gpu_pack, cuda_plan):
+            patch.setattr(module, "compile_all", compile_nothing)
+        for module in (gpu_timing, gpu_decide):
+            patch.setattr(module, "time_pack", partial(time_pack, worker=WORKER))
+        patch.setattr(driver, "open_device", partial(_no_device))
+        yield patch
+
+
+def _no_device(ordinal: int = 0) -> Any:
+    raise ImportError("this machine has no GPU")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = models.make_tiny("llama", tmp_path_factory.mktemp("llama") / "model")
+    return path
+
+
+def run(*args: object) -> str:
+    result = CliRunner().invoke(cli, [*map(str, args)])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def pack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packs") / "llama.pack"
+    told = run("build", checkpoint, "--target", "cuda:h200", "--dtype", "fp32", "--pack", path, *FLAGS)
+    assert f"on the GPU: tapeout time {path} -o CACHE.json" in told
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(pack: Path) -> Path:
+    path = pack.with_name("h200.json")
+    told = run("time", pack, "-o", path)
+    count = read_pack(pack).pack.num_candidates
+    assert f"{count} of {count} candidates timed, 0 lost" in told
+    return path
+
+
+@pytest.fixture
+def engine(checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[Path, BuildReport]]:
+    def make(**options: Any) -> tuple[Path, BuildReport]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.engine"
+        made = BuildOptions(**{"target": "cuda:h200", "dtype": "float32", **LIMITS, **options})
+        return path, build(str(checkpoint), path, made)
+
+    return make
+
+
+def times_of(report: BuildReport) -> dict[str, float]:
+    """Microseconds by tactic, which the scripted worker makes of the names."""
+    return {n: t for r in report.tactics for n, t in (*r.losers.items(), (r.tactic, r.time_us or 0.0))}
+
+
+def test_an_engine_from_a_timing_cache(
+    cache: Path, engine: Callable[..., tuple[Path, BuildReport]]
+) -> None:
+    before = cache.read_bytes()
+    path, report = engine(timing_cache=cache)
+    assert report.timed
+    assert report.warnings == ()
+    for timing in report.tactics:
+        assert timing.time_us == min([timing.time_us or 0.0, *timing.losers.values()])
+    kinds = {t.signature.partition("(")[0]: {t.kind} for t in report.tactics}
+    for timing in report.tactics:
+        kinds[timing.signature.partition("(")[0]].add(timing.kind)
+    assert kinds["rope_attention"] == {"mixed", "decode"}
+    with open_engine(path) as opened:
+        assert opened.manifest.timed
+        assert opened.launches is not None
+        winners = {t.tactic for t in report.tactics if t.kind == "decode"}
+        assert {r.tactic for row in opened.launches.decode_ranges.values() for r in row} == winners
+    again, _ = engine(timing_cache=cache)
+    assert again.read_bytes() == path.read_bytes()
+    assert cache.read_bytes() == before
+    shown = run("inspect", path)
+    assert "tactics (µs by rows, * chosen, from " in shown
+    (decode,) = (part for part in shown.split("steps that only decode\n")[1:])
+    assert decode.startswith("    up to ")
+    assert decode.splitlines()[1].split() == ["rows", "1", "2"]
+
+
+def test_batch_invariance_takes_one_tactic(
+    cache: Path, engine: Callable[..., tuple[Path, BuildReport]]
+) -> None:
+    path, report = engine(timing_cache=cache, batch_invariant=True)
+    assert report.timed
+    with open_engine(path) as opened:
+        assert opened.launches is not None
+        assert opened.launches.decode_ranges == {}
+        assert all(len({r.tactic for r in row}) == 1 for row in opened.launches.ranges.values())
+
+
+def test_a_cache_that_knows_a_part(
+    cache: Path, tmp_path: Path, engine: Callable[..., tuple[Path, BuildReport]]
+) -> None:
+    """Of other limits; what does not depend on them still serves."""
+    path, report = engine(timing_cache=cache, max_batch_size=3)
+    assert not report.timed
+    (warning,) = report.warnings
+    known = sum(t.time_us is not None for t in report.tactics)
+    assert f"timing cache {cache} answers " in warning
+    assert " candidates for cuda:h200 (NVIDIA H200); " in warning
+    assert warning.endswith(f"{len(report.tactics) - known} of {len(report.tactics)} choices are defaults")
+    assert 0 < known < len(report.tactics)
+    assert "tactics (partly timed; µs by rows" in run("inspect", path)
+    # A pack for those limits holds only what is missing.
+    rest = tmp_path / "rest.pack"
+    flags = [*FLAGS, "--max-batch-size", "3", "--timing-cache", cache]
+    run("build", engine.__closure__ and "", "--help") if False else None
+    run("build", _model_of(path), "--target", "cuda:h200", "--dtype", "fp32", "--pack", rest, *flags)
+    ops = {entry.op for entry in read_pack(rest).pack.entries}
+    assert "rope_attention" in ops
+    assert len(read_pack(rest).pack.entries) == len(report.tactics) - known
+
+
+def test_a_cache_of_another_gpu(cache: Path, engine: Callable[..., tuple[Path, BuildReport]]) -> None:
+    _, report = engine(timing_cache=cache, target="cuda:h100")
+    assert report.warnings == (
+        "tactics for cuda:h100 are defaults, nothing was timed",
+        f"timing cache {cache} has no timings that serve cuda:h100: it holds those of "
+        "NVIDIA H200 (sm_90, 132 multiprocessors, 141 GiB)",
+    )
+
+
+class TestHere:
+    """A machine with a GPU."""
+
+    @pytest.fixture
+    def gpu(self, scripted: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        monkeypatch.syspath_prepend(RUNTIME_TESTS / "executors")
+
+        def plug_in(**facts: Any) -> None:
+            from fake_cuda import FakeCuda
+
+            monkeypatch.setattr(driver, "cu", FakeCuda(**facts))
+            monkeypatch.setattr(driver, "open_device", driver.Device)
+
+        device = driver.Device
+        monkeypatch.setattr(driver, "open_device", lambda ordinal=0: device(ordinal))
+        return plug_in
+
+    def test_what_is_unknown_is_timed(
+        self, gpu: Callable[..., None], tmp_path: Path, engine: Callable[..., tuple[Path, BuildReport]]
+    ) -> None:
+        gpu()
+        kept = tmp_path / "kept.json"
+        path, report = engine(timing_cache=kept)
+        assert report.timed
+        assert report.warnings == ()
+        with open_engine(path) as opened:
+            assert opened.manifest.timed
+        (gpu_name,) = {e["gpu"]["name"] for e in TimingCache.load(kept).entries.values()}
+        assert gpu_name == "NVIDIA H200"
+
+    def test_what_is_known_is_not(
+        self,
+        gpu: Callable[..., None],
+        cache: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        engine: Callable[..., tuple[Path, BuildReport]],
+    ) -> None:
+        gpu()
+        monkeypatch.setattr(gpu_decide, "time_pack", None)
+        _, report = engine(timing_cache=cache)
+        assert report.timed
+
+    @pytest.mark.parametrize("facts", [{"name": "NVIDIA L4", "sm": 89}, {"name": "NVIDIA H100"}, {"name": "NVIDIA H200 MIG 1g"}])  # fmt: skip
+    def test_another_gpu_is_not_used(self, gpu: Callable[..., None], facts: dict[str, Any]) -> None:
+        gpu(**facts)
+        assert gpu_decide.local_gpu("cuda:h200", 90) is None
+
+    def test_a_gpu_that_cannot_is_told(
+        self,
+        gpu: Callable[..., None],
+        monkeypatch: pytest.MonkeyPatch,
+        engine: Callable[..., tuple[Path, BuildReport]],
+    ) -> None:
+        from tapeout.plugins.errors import EngineIncompatibleError
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise EngineIncompatibleError("this machine's driver is for CUDA 11.4")
+
+        gpu()
+        monkeypatch.setattr(gpu_decide, "time_pack", refuse)
+        _, report = engine()
+        assert report.warnings[0] == "nothing was timed on this machine's GPU: this machine's driver is for CUDA 11.4"  # fmt: skip
+        assert not report.timed
+
+
+class TestSharedMemory:
+    """Defaults whose kernels turn out too large."""
+
+    def test_the_next_one_is_taken(
+        self, monkeypatch: pytest.MonkeyPatch, engine: Callable[..., tuple[Path, BuildReport]]
+    ) -> None:
+        _, report = engine()
+        first = {t.signature: t.tactic for t in report.tactics if t.signature.startswith("norm_linear")}
+        assert len(set(first.values())) >= 1
+
+        def shared(spec: KernelSpec) -> int:
+            return 232449 if spec.function == "gemv" else 0
+
+        monkeypatch.setattr(cuda_plan, "compile_all", partial(compile_nothing, shared_bytes=shared))
+        path, report = engine()
+        assert any("gemv" in name for name in first.values())
+        taken = {t.tactic for t in report.tactics if t.signature.startswith("norm_linear")}
+        assert taken
+        assert not any("gemv" in name for name in taken)
+        rejected = {n: r for t in report.tactics for n, r in t.rejected.items() if "gemv" in n}
+        assert "gemv takes 232449 bytes of shared memory a block, sm_90 has 232448" in rejected.values()
+        with open_engine(path) as opened:
+            assert opened.launches is not None
+            assert "gemv" not in {k.symbol for k in opened.launches.kernels}
+
+    def test_when_none_fits_the_build_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, engine: Callable[..., tuple[Path, BuildReport]]
+    ) -> None:
+        large = partial(compile_nothing, shared_bytes=lambda spec: 1 << 20)
+        monkeypatch.setattr(cuda_plan, "compile_all", large)
+        with pytest.raises(UnsupportedError, match=r"no CUDA tactic on sm_90 for these ops") as caught:
+            engine()
+        assert "takes 1048576 bytes of shared memory a block" in caught.value.message
+
+
+def _model_of(engine: Path) -> str:
+    """The checkpoint that an engine's report names is not in it: the tests' own."""
+    return json.loads(engine.with_name(engine.name + ".report.json").read_text())["options"].get("model", "")

@@ -1,0 +1,31 @@
+"""Every tactic of a small model, not only those an engine has chosen, is right on this GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_bundle import DTYPES, Bundle
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_candidate_fails_its_check(
+    bundle: Bundle, tapeout: Callable[..., Any], report: Callable[[str], None], tmp_path: Path, dtype: str
+) -> None:
+    """`tapeout time` checks the reference against torch's values, then candidates against the reference."""
+    cache = tmp_path / "cache.json"
+    done = tapeout("time", bundle.path(f"{dtype}.pack"), "-o", cache, "--json", timeout=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    lost = [f"{item['tactic']} of {item['entry']}: {item['reason']}" for item in found["lost"]]
+    report(
+        f"{dtype} pack: {found['timed']} of {found['candidates']} candidates timed, "
+        f"{found['restarts']} restarts, {found['seconds']:.1f} s"
+    )
+    assert lost == []
+    assert found["skipped"] == {}
+    assert found["timed"] == found["candidates"] > 100
+    assert {entry["kind"] for entry in found["entries"]} == {"mixed", "decode"}

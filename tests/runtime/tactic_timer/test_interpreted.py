@@ -1,0 +1,107 @@
+"""The timing worker on real kernels, in Triton's interpreter: what is right is timed, what is wrong told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Told = list[dict[str, Any]]
+
+
+def job(op: str, case: str, *places: tuple[str, int], every: int = 1, **spoil: str) -> dict[str, Any]:
+    numbers = {name.removeprefix("c").replace("reference", "-1"): how for name, how in spoil.items()}
+    return {"op": op, "case": case, "places": places, "every": every, "spoil": numbers}
+
+
+RIGHT = {
+    "linear_add": job("linear_add", "float32 96x64 bias", ("mixed", 8)),
+    "linear_add, bfloat16": job("linear_add", "bfloat16 96x64", ("mixed", 8), every=13),
+    "norm_linear": job("norm_linear", "float32 64x320 silu", ("mixed", 2), every=12),
+    "rope_attention": job("rope_attention", "float32 decode, qk norm", ("decode", 2), ("mixed", 4), every=5),
+}
+ATTENTION = ("rope_attention", "float32 decode", ("decode", 1))
+WRONG = {
+    "outputs": job(
+        "linear_add", "float32 96x64 bias", ("mixed", 8), c0="wrong", c1="outside", c2="unwritten"
+    ),
+    "cache": job(*ATTENTION, every=3, c0="cache", c1="raises"),  # type: ignore[arg-type]
+    "reference": job(*ATTENTION, every=5, reference="wrong"),  # type: ignore[arg-type]
+    "reference's cache": job(*ATTENTION, every=5, reference="cache"),  # type: ignore[arg-type]
+}
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Told]:
+    """The messages of every job; one process runs them all, since starting it takes seconds."""
+    here, jobs = Path(__file__).parent, {**RIGHT, **WRONG}
+    fakes = [here, *(here.parents[1] / f for f in ("runtime/executors", "plugins", "compiler"))]
+    command = [sys.executable, "-W", "ignore", "interpreted_gpu.py", *map(json.dumps, jobs.values())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, fakes))}
+    done = subprocess.run(
+        command, cwd=here, env=environment, check=False, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[Told] = [[]]
+    for message in map(json.loads, done.stdout.splitlines()):
+        found[-1].append(message)
+        if message["event"] == "end":
+            assert not any(message["open"].values())  # only the context outlives a pack
+            found.append([])
+    return dict(zip(jobs, found, strict=False))
+
+
+def outcomes(messages: Told) -> list[float | str]:
+    return [m.get("time_us") or m["reason"] for m in messages if m["event"] == "outcome"]
+
+
+def names(messages: Told) -> list[str]:
+    return [name for m in messages if m["event"] == "title" for name in m["candidates"]]
+
+
+def reasons(messages: Told) -> dict[int, str]:
+    return {m["candidate"]: m.get("reason") for m in messages if m["event"] == "outcome"}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_kernels_are_timed(told: dict[str, Told], name: str) -> None:
+    messages = told[name]
+    assert len(outcomes(messages)) == len(names(messages)) >= 2
+    assert not [o for o in outcomes(messages) if isinstance(o, str)]
+    assert [m["skipped"] for m in messages if m["event"] == "entry"] == [None] * len(RIGHT[name]["places"])
+    phases = [m["phase"] for m in messages if m["event"] == "begin"]
+    assert phases.index("reference") < phases.index("check") < phases.index("time")
+
+
+def test_wrong_outputs(told: dict[str, Told]) -> None:
+    found = reasons(told["outputs"])
+    assert found[0].startswith("output out: 1 of 480 elements differ, by at most 1e+06 (tolerance 2e-05 + ")
+    assert found[1] == "output out: 1 elements outside its rows were written"
+    assert found[2] == "output out: 1 of 480 elements are NaN or were not written"
+
+
+def test_a_wrong_cache_and_a_launch_that_fails(told: dict[str, Told]) -> None:
+    found = reasons(told["cache"])
+    assert found[0] == "the KV cache differs from the reference's in 1 elements"
+    assert found[1].startswith("CUDA: launching a kernel: CUDA_ERROR_INVALID_VALUE")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("reference", "the reference, differs from torch's: output out: 1 of"),
+        (
+            "reference's cache",
+            "the reference: 257 elements of the KV cache changed, 256 belong to the step's rows",
+        ),
+    ],
+)
+def test_a_wrong_reference_judges_nobody(told: dict[str, Told], name: str, reason: str) -> None:
+    found = outcomes(told[name])
+    assert len(found) == len(names(told[name])) > 0
+    assert all(str(o).startswith("not judged: triton_") and reason in str(o) for o in found)

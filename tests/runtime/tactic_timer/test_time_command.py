@@ -1,0 +1,155 @@
+"""`tapeout time`: what it prints, writes and refuses; and that a machine without torch can run it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tapeout.cli.main import cli
+from tapeout.compiler.tactics import gpu_timing
+from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in
+from tapeout.compiler.tactics.outcome import Outcome
+from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.tactic_timer.session import time_pack
+
+Write = Callable[..., tuple[Path, Pack]]
+Worker = Callable[[str], tuple[str, ...]]
+H200 = Gpu("NVIDIA H200", 90, 132, 141)
+COMMAND = """
+import functools, sys
+from tapeout.compiler.tactics import gpu_timing
+gpu_timing.time_pack = functools.partial(gpu_timing.time_pack, worker=sys.argv.pop(1).split("|"))
+from tapeout.cli.main import main
+try:
+    main()
+finally:
+    print("loaded", *sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> Callable[..., Result]:
+    """Runs the command in this process, with the scripted worker or another."""
+
+    def run(*args: object, with_worker: str = "scripted_worker.py") -> Result:
+        timing = functools.partial(time_pack, worker=worker(with_worker))
+        monkeypatch.setattr(gpu_timing, "time_pack", timing)
+        return CliRunner().invoke(cli, ["time", *map(str, args)])
+
+    return run
+
+
+def test_winners_and_losers_are_told_and_kept(
+    write_pack: Write, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    pack, _ = write_pack(("slow50", "fast3", "wrong", "crash"), ("only8",))
+    cache = tmp_path / "cache.json"
+    result = run(pack, "-o", cache)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[:2] == [
+        "lost: wrong of add0(float32[T,16]) at T = 4, mixed: output out: 3 of 8 elements differ",
+        "lost: crash of add0(float32[T,16]) at T = 4, mixed: the process ended with SIGSEGV while checking crash",
+    ]
+    assert "NVIDIA H200 (sm_90, 132 multiprocessors, 141 GiB): 3 of 5 candidates timed, 2 lost, 1 restarts" in result.stdout  # fmt: skip
+    assert result.stdout.endswith(f"wrote {cache}\n")
+    timings = GpuTimings(TimingCache.load(cache), H200)
+    place = ("add0(float32[T,16])", "mixed", "", 4)
+    assert timings.get(*place, "fast3 0") == Outcome(3)
+    assert timings.get(*place, "crash 0") == Outcome(None, "the process ended with SIGSEGV while checking crash")  # fmt: skip
+
+
+def test_json_is_one_document(write_pack: Write, run: Callable[..., Result], tmp_path: Path) -> None:
+    pack, _ = write_pack(("slow50", "fast3", "wrong"))
+    result = run(pack, "-o", tmp_path / "cache.json", "--json")
+    data = json.loads(result.stdout)
+    assert data["entries"] == [
+        {
+            "signature": "add0(float32[T,16])", "kind": "mixed", "rows": 4, "tactic": "fast3",
+            "times_us": {"fast3": 3.0, "slow50": 50.0},
+            "rejected": {"wrong": "output out: 3 of 8 elements differ"},
+        }
+    ]  # fmt: skip
+    assert (data["timed"], data["candidates"], data["restarts"], data["skipped"]) == (2, 3, 0, {})
+    assert result.stderr == ""
+
+
+def test_timings_that_are_there_are_kept(
+    write_pack: Write, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    cache = TimingCache.load(tmp_path / "cache.json")
+    GpuTimings(cache, Gpu("NVIDIA L4", 89, 58, 22)).put("s", "mixed", "", 1, "hash", "a", Outcome(1.0))
+    cache.save()
+    assert run(write_pack(("a1",))[0], "-o", tmp_path / "cache.json").exit_code == 0
+    both = TimingCache.load(tmp_path / "cache.json")
+    assert [g.name for sm in (89, 90) for g in gpus_in(both, sm)] == ["NVIDIA L4", "NVIDIA H200"]
+
+
+class TestRefusals:
+    """Told before anything is timed; nothing is written."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_changes(self, write_pack: Write, tmp_path: Path) -> None:
+        self.pack, _ = write_pack(("a",))
+        self.tmp_path = tmp_path
+
+    def refused(self, result: Result, code: int, words: str, *, cache: bool = False) -> None:
+        assert (result.exit_code, result.stdout) == (code, ""), result.stderr
+        assert words in result.stderr
+        assert "hint: " in result.stderr
+        assert (self.tmp_path / "cache.json").exists() == cache
+
+    def test_packs(self, run: Callable[..., Result]) -> None:
+        data, cache = self.pack.read_bytes(), self.tmp_path / "cache.json"
+        self.refused(run(self.tmp_path / "none", "-o", cache), 2, "No such file")
+        self.pack.write_bytes(data[:-5])
+        self.refused(run(self.pack, "-o", cache), 3, "truncated")
+        self.pack.write_bytes(data.replace(b'"pack_version":"1"', b'"pack_version":"9"'))
+        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 1")
+        self.pack.write_bytes(b"text")
+        self.refused(run(self.pack, "-o", cache), 3, "not a pack")
+
+    def test_gpus(self, run: Callable[..., Result], write_pack: Write) -> None:
+        pack, _ = write_pack(("a",), sm=80)
+        cache = self.tmp_path / "cache.json"
+        self.refused(run(pack, "-o", cache, with_worker="idle_gpu.py"), 3, "kernels for sm_80")
+        pack, _ = write_pack(("a",))
+        result = run(pack, "-o", cache, "--device", 1, with_worker="idle_gpu.py")
+        self.refused(result, 3, "no usable NVIDIA GPU")
+
+    def test_outputs(self, run: Callable[..., Result]) -> None:
+        before = self.pack.read_bytes()
+        self.refused(run(self.pack, "-o", self.pack), 2, "is the pack, which would be lost")
+        assert self.pack.read_bytes() == before
+        self.refused(run(self.pack, "-o", self.tmp_path / "gone" / "cache.json"), 2, "gone")
+        self.refused(run(self.pack, "-o", self.tmp_path), 2, "directory")
+        (self.tmp_path / "cache.json").write_text("notes")
+        result = run(self.pack, "-o", self.tmp_path / "cache.json")
+        self.refused(result, 2, "is not a timing cache", cache=True)
+        assert (self.tmp_path / "cache.json").read_text() == "notes"
+
+
+def test_neither_process_loads_a_framework(write_pack: Write, worker: Worker, tmp_path: Path) -> None:
+    pack, _ = write_pack(("a", "b"))
+    loaded, cache = tmp_path / "loaded", tmp_path / "cache.json"
+    command = [sys.executable, "-c", COMMAND, "|".join(worker("idle_gpu.py")), "time", str(pack), "-o", str(cache)]  # fmt: skip
+    environment = {**os.environ, "IDLE_GPU_LOADED": str(loaded)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "2 of 2 candidates timed, 0 lost, 0 restarts" in done.stdout
+    assert gpus_in(TimingCache.load(cache), 90) == [Gpu("NVIDIA H200", 90, 132, 0)]  # the fake is small
+    heavy = {"torch", "triton", "transformers", "onnx", "safetensors"}
+    child = set(loaded.read_text().split())
+    parent = set(done.stderr.rpartition("loaded ")[2].split())
+    assert "tapeout.runtime.tactic_timer.timing" in child
+    assert "tapeout.runtime.tactic_timer.session" in parent
+    assert not heavy & child
+    assert not heavy & parent
+    assert "tapeout.compiler" not in child
