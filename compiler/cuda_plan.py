@@ -87,7 +87,8 @@ def choose_cuda(
         if batch_invariant:
             left = [t for t in general if all(t in tactics for tactics in by_rows.values())]
             if left:
-                left = [min(suited_tactics(left, sizes[-1]), key=partial(_total_us, signature, sizes, target))]
+                total_us = partial(_total_us, signature, sizes, target)
+                left = [min(suited_tactics(left, sizes[-1]), key=total_us)]
             by_rows = dict.fromkeys(sizes, left)
         elif len(usable) > len(general):
             decode_rows = {rows: fit(usable, rows) for rows in decode_buckets(limits)}

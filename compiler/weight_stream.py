@@ -17,9 +17,7 @@ from tapeout.runtime.engine.container import tensor_bytes
 MAX_THREADS = 16  # what hashes and writes the results is one thread, and more could not keep it busier
 
 
-def made_ahead(
-    weights: Mapping[str, WeightRef], read: Read
-) -> Generator[tuple[str, np.ndarray], None, None]:
+def made_ahead(weights: Mapping[str, WeightRef], read: Read) -> Generator[tuple[str, np.ndarray], None, None]:
     """Every weight by name, C-contiguous, in the order of `weights`.
 
     Recipes run in threads (reading, casting and dequantizing leave the interpreter lock), as far

@@ -104,7 +104,7 @@ class LLM:
             )
             logger.info(budget.describe())
             laps.lap("device")
-            # Only where the engine can run at all: this reads it. A GPU's weights are checked as they are copied.
+            # Only where the engine can run at all: this reads it. A GPU's weights are checked while copied.
             self.engine.verify(weights=not is_cuda(self.engine))
             laps.lap("checksums")
             _warn_about_generation_config(self.engine)

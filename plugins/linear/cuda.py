@@ -434,9 +434,9 @@ class Stream(_Linear):
         waves = ceil_div(ceil_div(parts.n, cut["SHARE"]) * plan.splits, wave) * ceil_div(rows, cut["BLOCK_T"])
         weight_bytes = 2.0 * waves * wave * pair * cut["SHARE"] * parts.k / plan.splits
         beside = 1 + block_rows / (pair * cut["SHARE"])  # bytes read for each of the weight
-        factor = max(1 + 0.07 * (beside - 1), beside / 2) * (0.97 if plan.per_sm > 1 else 1.0)
+        factor = max(1 + 0.07 * (beside - 1), beside / 2)
         if plan.short_x:
-            factor *= 0.97 if 4 * cut["BLOCK_T"] <= pair * cut["BLOCK_N"] else 1.3
+            factor *= 0.96 if cut["RING"] > 2 and 2 * cut["BLOCK_T"] <= pair * cut["BLOCK_N"] else 1.3
         launches = 1 + (plan.splits > 1) + self._norms_apart(parts)
         return weight_bytes / _BYTES_PER_US * factor + _LAUNCH_US * launches
 
@@ -530,7 +530,6 @@ _PERSISTENT = (
 )
 _STREAM = (
     StreamPlan(32, 1, 32 << 10),
-    StreamPlan(32, 2, 16 << 10),
     StreamPlan(32, 2, 32 << 10, short_x=True),
     StreamPlan(32, 1, 32 << 10, splits=2),
     StreamPlan(32, 2, 16 << 10, splits=4),

@@ -5,7 +5,7 @@ turn, while the launches ahead still run, and refills a slot as soon as it is mu
 makes blocks so large that exactly a wave of them fits on the device, each with the same share of the
 weight: that, and bytes on their way, are what bandwidth asks for.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-redef"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

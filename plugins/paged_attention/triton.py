@@ -342,9 +342,8 @@ def context(
         return
     last = tl.minimum(first + BLOCK_Q, T)
     first_seq, last_seq = tl.load(row_seqs + first), tl.load(row_seqs + last - 1)
-    if SKIP_DECODE:
-        if all_decode(first, last, first_seq, last_seq, cu_q):
-            return
+    if SKIP_DECODE and all_decode(first, last, first_seq, last_seq, cu_q):
+        return
     head_block = tl.program_id(1)
     kv_head = head_block * HEADS_BLOCK // (HEADS // KV_HEADS)
     local, d = tl.arange(0, BLOCK_M), tl.arange(0, DIM_BLOCK)

@@ -86,7 +86,8 @@ def decode_turned(
     pages = page_table + seq * max_pages
     PLANE: tl.constexpr = KV_HEADS * PAGE * DIM
     newest = kv_len - 1
-    if OVERLAP:  # earlier tokens come from earlier steps: they may be asked for ahead of the turn
+    # Earlier tokens come from earlier steps: they may be asked for ahead of the turn.
+    if OVERLAP:  # noqa: SIM102 (a constant and a value of the device do not mix)
         if mine & (begin < end):
             ahead = token_at(
                 kv_pool,

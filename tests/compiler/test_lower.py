@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.describe import kv_cache_layout
+from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import aten
 from tapeout.compiler.ir import Operand, parse, whole
 from tapeout.compiler.lower import lower

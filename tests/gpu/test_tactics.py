@@ -10,22 +10,29 @@ from typing import Any
 import pytest
 from gpu_bundle import DTYPES, Bundle
 
+from tapeout.runtime.tactic_timer.pack_file import read_pack
+
+TOO_LARGE = "bytes of shared memory a block"
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_candidate_fails_its_check(
     bundle: Bundle, tapeout: Callable[..., Any], report: Callable[[str], None], tmp_path: Path, dtype: str
 ) -> None:
     """`tapeout time` checks the reference against torch's values, then candidates against the reference."""
-    cache = tmp_path / "cache.json"
-    done = tapeout("time", bundle.path(f"{dtype}.pack"), "-o", cache, "--json", timeout=90)
+    path, cache = bundle.path(f"{dtype}.pack"), tmp_path / "cache.json"
+    done = tapeout("time", path, "-o", cache, "--json", timeout=90)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    lost = [f"{item['tactic']} of {item['entry']}: {item['reason']}" for item in found["lost"]]
+    candidates = [(entry, c) for entry in read_pack(path).pack.entries for c in entry.candidates]
+    # Known when the pack was made: these do not run anywhere.
+    too_large = {(e.title(), c.tactic) for e, c in candidates if c.reason and TOO_LARGE in c.reason}
     report(
         f"{dtype} pack: {found['timed']} of {found['candidates']} candidates timed, "
-        f"{found['restarts']} restarts, {found['seconds']:.1f} s"
+        f"{len(too_large)} are too large for the SM, {found['restarts']} restarts, {found['seconds']:.1f} s"
     )
-    assert lost == []
+    lost = [item for item in found["lost"] if (item["entry"], item["tactic"]) not in too_large]
+    assert [f"{item['tactic']} of {item['entry']}: {item['reason']}" for item in lost] == []
     assert found["skipped"] == {}
-    assert found["timed"] == found["candidates"] > 100
+    assert found["timed"] == found["candidates"] - len(too_large) > 100
     assert {entry["kind"] for entry in found["entries"]} == {"mixed", "decode"}

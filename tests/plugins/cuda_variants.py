@@ -49,7 +49,12 @@ def signatures() -> tuple[OpSignature, ...]:
                   {"scaling": 1.0, "dtype": "bfloat16"}),
         signature("rope", (act(40, 128), act(128)), (act(40, 128),), attrs={"interleaved": False}),
         signature("linear", (row,), (act(6144),), (TensorType("bfloat16", (6144, 4096)),)),
+        signature("norm_linear", (row,), (act(14336),), (*gain, TensorType("bfloat16", (28672, 4096))),
+                  {**norm, "activation": "silu"}),
+        signature("linear_add", (act(14336), row), (row,), (TensorType("bfloat16", (4096, 14336)),)),
         signature("paged_attention", (act(32, 128), *[act(8, 128)] * 2), (act(32, 128),), attrs=attention),
+        signature("rope_attention", (act(32, 128), *[act(8, 128)] * 2, act(128)), (act(32, 128),), (),
+                  {**attention, **norm, "interleaved": False, "qk_norm": False}),
     )  # fmt: skip
 
 

@@ -32,8 +32,19 @@ _GROUPS = {
         "linear/skinny_64x64x128:41", "linear/split4:3", "linear/tiled:43", "linear/tma:33",
         "linear/gemv_8:91",
     ),
+    # Of a gemv few rows alone (even strides): the interpreter takes its rows one by one.
+    "fused linear": (
+        "norm_linear/gemv_8x1024_w4s3:29", "norm_linear/skinny_64x64x128_w4s4:23",
+        "linear_add/gemv_8x1024_w4s3:29", "linear_add/tma_64x64x128:31",
+    ),
+    "rope attention": (
+        "rope_attention/decode_turned_64_w4s2", "rope_attention/decode_64:3",
+        "rope_attention/packed_64x64_w4s2:5", "rope_attention/context_64x64_w4s2:9",
+        "rope_attention/tiled:9",
+    ),
     "attention": (
         "paged_attention/tiled:17", "paged_attention/context_64x64_w4s2:9", "paged_attention/decode_64:3",
+        "paged_attention/packed_64x64_w4s2:9",
     ),
 }  # fmt: skip
 

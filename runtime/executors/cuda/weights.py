@@ -86,7 +86,7 @@ class DeviceWeights:
                     (memory, event), (offset, size) = turns[0], piece
                     turns.reverse()
                     event.wait()
-                    self._engine.read_weights(offset, memoryview(memory.array)[:size])
+                    self._engine.read_weights(offset, memory.array.data[:size])
                     stream.upload(self.memory.address + offset, memory.address, size)
                     event.record(stream)
         except BaseException:

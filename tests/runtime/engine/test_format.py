@@ -156,11 +156,14 @@ def test_an_engine_runs_on_its_cpu_level_and_later_ones_only(
         assert f"cpu:{level}" in error.value.message
 
 
-def test_strict_sku_takes_a_cpu_level_for_a_model(write_tiny: Any, manifest: Manifest, tmp_path: Path) -> None:
+def test_strict_sku_takes_a_cpu_level_for_a_model(
+    write_tiny: Any, manifest: Manifest, tmp_path: Path
+) -> None:
     write_tiny(tmp_path / "e", manifest=replace(manifest, target="cpu:x86_64_v3"))
     with open_engine(tmp_path / "e") as engine:
         check_target(engine, HOSTS["x86_64_v3"], strict_sku=True)
-        with pytest.raises(EngineIncompatibleError, match="cpu:x86_64_v3.*cpu:x86_64_v4.*--strict-sku") as error:
+        told = r"cpu:x86_64_v3.*cpu:x86_64_v4.*--strict-sku"
+        with pytest.raises(EngineIncompatibleError, match=told) as error:
             check_target(engine, HOSTS["x86_64_v4"], strict_sku=True)
         assert error.value.exit_code == 3
         assert "leave out --strict-sku" in str(error.value.hint)

@@ -23,6 +23,7 @@ from tapeout.runtime.tactic_timer.session import time_pack
 
 Write = Callable[..., tuple[Path, Pack]]
 Worker = Callable[[str], tuple[str, ...]]
+CRASH = "the process ended with SIGSEGV while checking crash"
 H200 = Gpu("NVIDIA H200", 90, 132, 141)
 COMMAND = """
 import functools, sys
@@ -57,14 +58,14 @@ def test_winners_and_losers_are_told_and_kept(
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[:2] == [
         "lost: wrong of add0(float32[T,16]) at T = 4, mixed: output out: 3 of 8 elements differ",
-        "lost: crash of add0(float32[T,16]) at T = 4, mixed: the process ended with SIGSEGV while checking crash",
+        f"lost: crash of add0(float32[T,16]) at T = 4, mixed: {CRASH}",
     ]
-    assert "NVIDIA H200 (sm_90, 132 multiprocessors, 141 GiB): 3 of 5 candidates timed, 2 lost, 1 restarts" in result.stdout  # fmt: skip
+    assert f"{H200.text()}: 3 of 5 candidates timed, 2 lost, 1 restarts" in result.stdout
     assert result.stdout.endswith(f"wrote {cache}\n")
     timings = GpuTimings(TimingCache.load(cache), H200)
     place = ("add0(float32[T,16])", "mixed", "", 4)
     assert timings.get(*place, "fast3 0") == Outcome(3)
-    assert timings.get(*place, "crash 0") == Outcome(None, "the process ended with SIGSEGV while checking crash")  # fmt: skip
+    assert timings.get(*place, "crash 0") == Outcome(None, CRASH)
 
 
 def test_json_is_one_document(write_pack: Write, run: Callable[..., Result], tmp_path: Path) -> None:
@@ -140,7 +141,8 @@ class TestRefusals:
 def test_neither_process_loads_a_framework(write_pack: Write, worker: Worker, tmp_path: Path) -> None:
     pack, _ = write_pack(("a", "b"))
     loaded, cache = tmp_path / "loaded", tmp_path / "cache.json"
-    command = [sys.executable, "-c", COMMAND, "|".join(worker("idle_gpu.py")), "time", str(pack), "-o", str(cache)]  # fmt: skip
+    start = [sys.executable, "-c", COMMAND, "|".join(worker("idle_gpu.py"))]
+    command = [*start, "time", str(pack), "-o", str(cache)]
     environment = {**os.environ, "IDLE_GPU_LOADED": str(loaded)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert "2 of 2 candidates timed, 0 lost, 0 restarts" in done.stdout
