@@ -78,7 +78,9 @@ def choose_cuda(
     """
     mixed, decode, missing = {}, {}, []
     for key, signature in signatures.items():
-        usable, reasons = usable_tactics(signature, target, batch_invariant)
+        known, reasons = usable_tactics(signature, target, batch_invariant)
+        usable = [t for t in known if t.interpretable]
+        reasons |= {t.name: "only timing on the GPU can check it" for t in known if not t.interpretable}
         general = [t for t in usable if not t.decode_only]
         sizes = buckets(max_rows(signature.outputs[0].shape, limits))
         fit = partial(fitting_tactics, signature, target, unfit, reasons)

@@ -125,6 +125,9 @@ class CudaTactic(ABC):
     batch_invariant: bool = False
     #: True: right only where every sequence of the step has one row (decode-only buckets).
     decode_only: bool = False
+    #: False: Triton's interpreter cannot run its kernels, so that nothing but a GPU has checked them;
+    #: such a tactic is never a default, only a winner of timings, which check it first.
+    interpretable: bool = True
     #: Correct at any number of rows, but hopeless beyond this one: not worth timing (0: no bound).
     max_rows: int = 0
 

@@ -112,8 +112,6 @@ class TritonTactic(CudaTactic):
 
     name = "triton"
     batch_invariant = True
-    #: Whether Triton's interpreter runs the kernels: it does not know Gluon.
-    interpretable = True
 
     def __init__(self, op_name: str = "") -> None:
         if op_name:

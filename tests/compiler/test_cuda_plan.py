@@ -304,3 +304,10 @@ def test_targets() -> None:
     assert cuda_target("cuda:sm_89").sm_count == min(s.sm_count for s in SKUS.values() if s.sm == 89)
     with pytest.raises(UnsupportedError, match=r"'cuda:v100' is unknown.*a100.*sm_120"):
         cuda_target("cuda:v100")
+
+
+def test_what_only_a_gpu_can_check_is_no_default() -> None:
+    signatures = {"x": linear(), "head": linear("R")}
+    assert any(not t.interpretable and t.unsupported(linear(), H200) is None for t in cuda_tactics("linear"))
+    chosen = choose_cuda(signatures, BIG, H200, batch_invariant=False)
+    assert all(c.tactic.interpretable for c in chosen.all())

@@ -88,7 +88,7 @@ def chosen(op: str, wanted: str) -> list[tuple[CudaTactic, Case, int]]:
     """Some cases of every tactic; all tactics of a family share kernels, so later ones get fewer."""
     found = []
     for tactic in cuda_tactics(op):
-        if wanted not in tactic.name or not getattr(tactic, "interpretable", True):
+        if wanted not in tactic.name or not tactic.interpretable:
             continue
         for case in (*cases(op), *extra_cases(op)):
             target = CudaTarget(90, 4, 232448, case.tokens_per_page)

@@ -160,7 +160,7 @@ def decisions(job: dict[str, Any]) -> list[Contest]:
         able = [
             c for c in contest.contenders if not any("gluon" in s.kernel.module for s in c.chosen.launches)
         ]
-        return replace(contest, contenders=tuple(able[:: job["every"]]))
+        return replace(contest, contenders=tuple(able[:: max(1, len(able) // job["take"])][: job["take"]]))
 
     return [interpretable(c) for c in chosen]
 
