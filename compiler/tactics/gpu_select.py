@@ -131,8 +131,9 @@ def _each(members: Sequence[_Judged], standing: Sequence[Chosen]) -> list[tuple[
         if not left:
             raise _none_works(member.contest.key, [member])
         default = next(c.tactic.name for c in standing if member.contest.rows <= c.rows)
-        preferred = [c for c in left if c.name == default]
-        found.append((member, (preferred or left)[0], False))
+        # What only a GPU can check comes last.
+        left.sort(key=lambda c: (c.name != default, not c.chosen.tactic.interpretable))
+        found.append((member, left[0], False))
     return found
 
 
@@ -150,7 +151,8 @@ def _one_for_all(
     if not left:
         raise _none_works(members[0].contest.key, members)
     default = standing[-1].tactic.name
-    name = default if default in left else min(left)
+    unchecked = {c.name for c in members[0].contest.contenders if not c.chosen.tactic.interpretable}
+    name = min(left, key=lambda n: (n != default, n in unchecked, n))
     return [(member, _named(member, name), False) for member in members]
 
 

@@ -93,11 +93,12 @@ class Operands:
         return [self._allocate(o.dtype, o.shape, guard_rows=self._guarded) for o in self.entry.outputs]
 
     def poison(self, outputs: Sequence[Matrix]) -> None:
-        """Fill results, guards and workspace with NaN."""
+        """Fill results, guards and workspace with NaN, and forget arrivals that a wrong candidate left."""
         for matrix in outputs:
             start, rows = self.guards(matrix)
             fill_words(start, POISON, rows * matrix.row_stride * _item(matrix.dtype), self._shared.stream)
         fill_words(self._workspace, POISON, self._workspace_size, self._shared.stream)
+        fill_words(self._step["arrivals"], 0, self.steps["arrivals"].nbytes, self._shared.stream)
 
     def guards(self, matrix: Matrix) -> tuple[int, int]:
         """Where an output's memory starts, and its rows with those of the guards."""

@@ -50,6 +50,7 @@ class FakeTactic(CudaTactic):
         self.batch_invariant = facts.pop("batch_invariant", True)
         self.decode_only = facts.pop("decode_only", False)
         self.max_rows = facts.pop("max_rows", 0)
+        self.interpretable = facts.pop("interpretable", True)
         self._source = facts.pop("source", ("tapeout.plugins.tactic_check.triton", "fill_integers"))
         self._constants = facts or {"NAME": name}
 

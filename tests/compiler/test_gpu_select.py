@@ -143,6 +143,14 @@ def test_what_failed_is_never_chosen(game: Callable[..., Game]) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
+def test_what_nobody_checked_is_chosen_last(game: Callable[..., Game], batch_invariant: bool) -> None:
+    known: Known = {("mixed", "likely"): by_rows("differs", "differs", "differs")}
+    tactics = (FakeTactic("gluon", 1, interpretable=False), FakeTactic("plain", 9), FakeTactic("likely", 2))
+    timed = game(*tactics).know(known).choose(batch_invariant=batch_invariant)
+    assert ranges(timed.choices) == [(4, "plain")]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_when_all_failed_every_reason_is_told(game: Callable[..., Game], batch_invariant: bool) -> None:
     known: Known = {("mixed", "a"): by_rows("NaN", "NaN", "NaN"), ("mixed", "b"): by_rows(1, "hangs", 1)}
     with pytest.raises(TapeoutError) as caught:

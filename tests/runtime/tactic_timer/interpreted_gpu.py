@@ -6,10 +6,9 @@ fake_cuda.py, interpret_cuda.py and fake_kernels.py belong on PYTHONPATH. For ea
 gives the pack to the timing worker; "cubins" are descriptions of kernels. Prints what the worker tells,
 a message a line, after one that names the entry and its candidates.
 
-A job: {"op": op, "case": words of a case's label, "places": [[kind, rows]], "every": of the candidates
-every so-manieth, "spoil": {number of a candidate, or -1 for the reference: how}}. How is `wrong` (another
-value), `outside` (a guard is written), `unwritten`, `cache` (another layer is written), `raises` (the
-launch fails).
+A job: {"op": op, "case": words of a case's label, "places": [[kind, rows]], "take": how many candidates,
+"spoil": {number of a candidate, or -1 for the reference: how}}. How is `wrong` (another value), `outside`
+(a guard is written), `unwritten`, `cache` (another layer is written), `raises` (the launch fails).
 """
 
 from __future__ import annotations
@@ -156,13 +155,13 @@ def decisions(job: dict[str, Any]) -> list[Contest]:
     types = next(c.signature for c in cases(job["op"]) if job["case"] in c.label)
     chosen = [c for c in contests({types.key(): types}, LIMITS, TARGET) if [c.kind, c.rows] in job["places"]]
 
-    def interpretable(contest: Contest) -> Contest:
-        able = [
-            c for c in contest.contenders if not any("gluon" in s.kernel.module for s in c.chosen.launches)
-        ]
-        return replace(contest, contenders=tuple(able[:: max(1, len(able) // job["take"])][: job["take"]]))
+    def some(contest: Contest) -> Contest:
+        """Some of those that can be interpreted, each with kernels of its own, promising ones and others."""
+        able = {c.kernel_hash: c for c in contest.contenders if c.chosen.tactic.interpretable}
+        step = max(1, len(able) // job["take"])
+        return replace(contest, contenders=tuple(list(able.values())[::step][: job["take"]]))
 
-    return [interpretable(c) for c in chosen]
+    return [some(c) for c in chosen]
 
 
 def main() -> None:

@@ -14,25 +14,25 @@ import pytest
 Told = list[dict[str, Any]]
 
 
-def job(op: str, case: str, *places: tuple[str, int], every: int = 1, **spoil: str) -> dict[str, Any]:
+def job(op: str, case: str, *places: tuple[str, int], take: int = 2, **spoil: str) -> dict[str, Any]:
     numbers = {name.removeprefix("c").replace("reference", "-1"): how for name, how in spoil.items()}
-    return {"op": op, "case": case, "places": places, "every": every, "spoil": numbers}
+    return {"op": op, "case": case, "places": places, "take": take, "spoil": numbers}
 
 
 RIGHT = {
     "linear_add": job("linear_add", "float32 96x64 bias", ("mixed", 8)),
-    "linear_add, bfloat16": job("linear_add", "bfloat16 96x64", ("mixed", 8), every=13),
-    "norm_linear": job("norm_linear", "float32 64x320 silu", ("mixed", 2), every=12),
-    "rope_attention": job("rope_attention", "float32 decode, qk norm", ("decode", 2), ("mixed", 4), every=5),
+    "linear_add, bfloat16": job("linear_add", "bfloat16 96x64", ("mixed", 8)),
+    "norm_linear": job("norm_linear", "float32 64x320 silu", ("mixed", 2)),
+    "rope_attention": job("rope_attention", "float32 decode, qk norm", ("decode", 2), ("mixed", 4)),
 }
 ATTENTION = ("rope_attention", "float32 decode", ("decode", 1))
 WRONG = {
     "outputs": job(
-        "linear_add", "float32 96x64 bias", ("mixed", 8), c0="wrong", c1="outside", c2="unwritten"
+        "linear_add", "float32 96x64 bias", ("mixed", 8), take=3, c0="wrong", c1="outside", c2="unwritten"
     ),
-    "cache": job(*ATTENTION, every=3, c0="cache", c1="raises"),  # type: ignore[arg-type]
-    "reference": job(*ATTENTION, every=5, reference="wrong"),  # type: ignore[arg-type]
-    "reference's cache": job(*ATTENTION, every=5, reference="cache"),  # type: ignore[arg-type]
+    "cache": job(*ATTENTION, c0="cache", c1="raises"),  # type: ignore[arg-type]
+    "reference": job(*ATTENTION, reference="wrong"),  # type: ignore[arg-type]
+    "reference's cache": job(*ATTENTION, reference="cache"),  # type: ignore[arg-type]
 }
 
 
