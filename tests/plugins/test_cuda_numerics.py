@@ -61,7 +61,7 @@ def test_kernels_match_the_reference(group: str) -> None:
     rows = interpret("interpret_cuda.py", *_GROUPS[group])
     assert {r["op"] for r in rows} == {g.partition("/")[0] for g in _GROUPS[group]}
     assert not [r for r in rows if r["problem"] is not None]
-    assert len(rows) > 5
+    assert len(rows) >= len(_GROUPS[group])
 
 
 def test_sampling_equals_the_numpy_sampler() -> None:
