@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 
 from tapeout.compiler.plan import buckets, max_rows
+from tapeout.compiler.tactics.usable import split_usable
 from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, LaunchSpec
 from tapeout.plugins.errors import UnsupportedError
@@ -121,16 +122,9 @@ def usable_tactics(
     signature: OpSignature, target: CudaTarget, batch_invariant: bool
 ) -> tuple[list[CudaTactic], dict[str, str]]:
     """Tactics that can run the signature (those for decode only too), and why the others cannot."""
-    usable, reasons = [], {}
-    for tactic in cuda_tactics(signature.op):
-        reason = tactic.unsupported(signature, target)
-        if reason is None and batch_invariant and not tactic.batch_invariant:
-            reason = "its result for a row depends on the other rows"
-        if reason is None:
-            usable.append(tactic)
-        else:
-            reasons[tactic.name] = reason
-    return usable, reasons
+    return split_usable(
+        cuda_tactics(signature.op), lambda tactic: tactic.unsupported(signature, target), batch_invariant
+    )
 
 
 def fitting_tactics(

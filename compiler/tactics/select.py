@@ -15,6 +15,7 @@ from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.compiler.tactics.timing import failure, measure, reference_outputs
+from tapeout.compiler.tactics.usable import split_usable
 from tapeout.plugins.cpu import CpuTactic, HostCpu, OpSignature
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.registry import cpu_tactics
@@ -94,16 +95,9 @@ def _candidates(
     signature: OpSignature, host: HostCpu, batch_invariant: bool
 ) -> tuple[list[CpuTactic], dict[str, str]]:
     """Tactics that can run the signature here, and why the others cannot."""
-    usable, rejected = [], {}
-    for tactic in cpu_tactics(signature.op):
-        reason = tactic.unsupported(signature, host)
-        if reason is None and batch_invariant and not tactic.batch_invariant:
-            reason = "its result for a row depends on the other rows"
-        if reason is None:
-            usable.append(tactic)
-        else:
-            rejected[tactic.name] = reason
-    return usable, rejected
+    return split_usable(
+        cpu_tactics(signature.op), lambda tactic: tactic.unsupported(signature, host), batch_invariant
+    )
 
 
 class _Timer:
