@@ -1,6 +1,6 @@
 """Run the sampling kernels in Triton's interpreter: `python interpret_sample.py`.
 
-Prints one JSON object a row: {"case", "row", "got", "expected"}; `expected` is the numpy sampler's id.
+Prints one JSON object a row: {"case", "row", "got", "expected"}; `expected` is what the numpy sampler says.
 """
 
 from __future__ import annotations
