@@ -186,11 +186,17 @@ def plan_cuda(
         valid_vocab_size: ids the tokenizer knows; larger ones are never sampled.
     """
     fill = (fill_launch(),)
-    sample = {
-        rows: (sample_launches(logits, rows, valid_vocab_size), sample_workspace_bytes(logits, rows))
-        for rows in buckets(limits.max_batch_size)
-    }
-    launches = [*fill, *(s for specs, _ in sample.values() for s in specs)]
+    samplings = [
+        {
+            rows: (
+                sample_launches(logits, rows, valid_vocab_size, full=full),
+                sample_workspace_bytes(logits, rows, full=full),
+            )
+            for rows in buckets(limits.max_batch_size)
+        }
+        for full in (False, True)
+    ]
+    launches = [*fill, *(s for kind in samplings for specs, _ in kind.values() for s in specs)]
     launches += [s for c in chosen.all() for s in c.launches]
     specs = [launch.kernel for launch in launches]
     kernels = KernelTable(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
@@ -198,11 +204,12 @@ def plan_cuda(
         {key: tuple(kernels.range_launches(c) for c in row) for key, row in kind.items()}
         for kind in (chosen.mixed, chosen.decode)
     )
-    sampling = tuple(
-        RangeLaunches(rows, "", size, kernels.launches(specs)) for rows, (specs, size) in sample.items()
+    sample, sample_full = (
+        tuple(RangeLaunches(rows, "", size, kernels.launches(specs)) for rows, (specs, size) in kind.items())
+        for kind in samplings
     )
     filling = kernels.launches(fill)
-    ranged = (*ranges.values(), *decode_ranges.values(), sampling)
+    ranged = (*ranges.values(), *decode_ranges.values(), sample, sample_full)
     everything = [r for row in ranged for r in row]
     table = LaunchTable(
         sm=target.sm,
@@ -214,7 +221,8 @@ def plan_cuda(
         workspace_bytes=_aligned(max(r.workspace_bytes for r in everything)),
         scratch_bytes=max(kernels.scratch_bytes(r) for r in everything),
         fill=filling,
-        sample=sampling,
+        sample=sample,
+        sample_full=sample_full,
     )
     return CudaPlan(table, kernels.cubins)
 

@@ -36,6 +36,9 @@ STEP_TENSORS = (
     "out_ids",  # [max_batch_size] ids sampled for the step's logit rows
     "out_finite",  # [max_batch_size] 1, or 0 where a row's logits held NaN or infinity
     "sample_state",  # [slots, SAMPLE_STATE_WORDS] see plugins/sample/state.py
+    "sample_bits",  # [slots, 2, bits_row(V)] sets of ids
+    "output_counts",  # [slots, counts_row(V)] how often a slot sampled each id
+    "out_logprobs",  # [max_batch_size, LOGPROB_WORDS] see plugins/sample/logprob_words.py
 )
 
 

@@ -14,7 +14,7 @@ from tapeout.runtime.engine.codec import decode, encode
 
 #: What kernels and the executor agree on beyond this table's form: what argument kinds and step buffers
 #: mean, how sampling parameters lie in memory, what is passed for scratch. Raised when any of it changes.
-KERNEL_ABI = 1
+KERNEL_ABI = 2
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class LaunchTable:
         workspace_bytes: memory shared by all tactics, beside the arena.
         scratch_bytes: memory for the kernels' own scratch at their largest grids.
         fill: before the records, over T rows: the ids sampled last take their places.
-        sample: after the records, over R rows; input 0 is the logits. Left out where the host samples.
+        sample: after the records, over R rows; input 0 is the logits.
+        sample_full: in its place in steps with a row that wants penalties, min_tokens or logprobs.
     """
 
     sm: int
@@ -107,6 +108,12 @@ class LaunchTable:
     scratch_bytes: int
     fill: tuple[Launch, ...]
     sample: tuple[RangeLaunches, ...]
+    sample_full: tuple[RangeLaunches, ...]
+
+    def all_ranges(self) -> tuple[RangeLaunches, ...]:
+        """Every range: of records, of those in decode-only steps, of sampling."""
+        keyed = (*self.ranges.values(), *self.decode_ranges.values())
+        return tuple(r for row in (*keyed, self.sample, self.sample_full) for r in row)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = encode(self)

@@ -77,14 +77,16 @@ _SAMPLED = (
     {"temperature": 50.0, "seed": 5, "ignore_eos": False, "max_tokens": 60},
     {"temperature": 1e-5, "seed": 6},
 )
-#: What the device cannot sample: these bring the whole step's logits to the host.
-_ON_HOST = (
+#: What takes the full kernels; one in each step is enough for all its rows to go through them.
+_FULL = (
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 1.0, "presence_penalty": 0.5, "temperature": 0.8, "seed": 4},
     {"logprobs": 3},
     {"min_tokens": 12, "stop_token_ids": [7, 8, 9], "temperature": 2.0, "seed": 8, "ignore_eos": False},
     {},
     {"temperature": 0.7, "seed": 11, "logprobs": 0},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "temperature": 1.1, "top_k": 9, "seed": 21},
+    {"presence_penalty": 2.0, "temperature": 1.4, "top_p": 0.8, "min_p": 0.01, "seed": 22, "logprobs": 20},
 )
 
 ALL = frozenset({CONTEXT, MIXED, DECODE})
@@ -115,16 +117,17 @@ CASES = (
         steps=ALL,
     ),
     Case(
-        "sampled on the host",
+        "penalties, minimums, logprobs",
         (
             tuple(
                 Asked(
                     _prompt(4 + 5 * i, 80 + i),
-                    {"ignore_eos": True, "max_tokens": 24, "temperature": 0.0, **params},
+                    {"ignore_eos": True, "max_tokens": 20 + 3 * i, "temperature": 0.0, **params},
                 )
-                for i, params in enumerate(_ON_HOST)
+                for i, params in enumerate(_FULL)
             ),
         ),
+        steps=ALL,
     ),
     Case("joining", (_asked(_LENGTHS, 90, max_tokens=24),), steps=ALL, joining=True),
 )

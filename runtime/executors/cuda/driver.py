@@ -143,6 +143,9 @@ class Stream:
     def download(self, host: int, device: int, size_bytes: int) -> None:
         check(cu.cuMemcpyDtoHAsync(host, device, size_bytes, self.handle), "copying from the device")
 
+    def zero(self, device: int, size_bytes: int) -> None:
+        check(cu.cuMemsetD8Async(device, 0, size_bytes, self.handle), "clearing memory")
+
     def wait(self) -> None:
         check(cu.cuStreamSynchronize(self.handle), "waiting for the device")
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from cuda.bindings import driver as cu
@@ -40,6 +41,12 @@ class Memory:
     layers: int
 
 
+class Sampling(Enum):
+    """What follows the model in a step: nothing, ids as most requests want them, or everything."""
+
+    NONE, PLAIN, FULL = range(3)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Padded sizes of a step: packed rows, logit rows, and whether every sequence has one row."""
@@ -58,7 +65,7 @@ class Replay:
         self._program, self._table, self._memory = program, table, memory
         self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
-        self._graphs: dict[tuple[Bucket, bool], Any] = {}
+        self._graphs: dict[tuple[Bucket, Sampling], Any] = {}
         # Sampling is launched like an op whose input is the logits.
         self._sampling = Record("sample", (program.logits,), (), (), {}, "")
         with ExitStack() as stack:
@@ -78,21 +85,21 @@ class Replay:
         sizes = self._table.logit_buckets if decode else self._table.row_buckets
         return Bucket(_at_least(sizes, rows), _at_least(self._table.logit_buckets, wanted), decode)
 
-    def launch(self, bucket: Bucket, stream: Stream, *, sample: bool) -> None:
-        """Replay a bucket, with or without sampling at its end: one graph launch."""
-        key = (bucket, sample)
+    def launch(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
+        """Replay a bucket with that sampling at its end: one graph launch."""
+        key = (bucket, sampling)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, stream, sample)
+            self._graphs[key] = self._capture(bucket, stream, sampling)
         check(cu.cuGraphLaunch(self._graphs[key], stream.handle), "launching a step")
 
     def logits_address(self) -> int:
         return self._address(self._program.logits)
 
-    def _capture(self, bucket: Bucket, stream: Stream, sample: bool) -> Any:
+    def _capture(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> Any:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(cu.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
         try:
-            self._launch_all(bucket, stream, sample)
+            self._launch_all(bucket, stream, sampling)
         except BaseException:
             # Unchecked: the error to tell is the one that is on its way.
             status, graph = cu.cuStreamEndCapture(stream.handle)
@@ -105,7 +112,7 @@ class Replay:
         finally:
             cu.cuGraphDestroy(graph)
 
-    def _launch_all(self, bucket: Bucket, stream: Stream, sample: bool) -> None:
+    def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
         rows = {"T": bucket.rows, "R": bucket.logit_rows}
         special = self._table.decode_ranges if bucket.decode else {}
         for item in self._table.fill:
@@ -115,8 +122,9 @@ class Replay:
             ranges = special.get(record.signature) or self._table.ranges[record.signature]
             for item in _range(ranges, count).launches:
                 self._launch(item, record, count, stream)
-        if sample:
-            for item in _range(self._table.sample, rows["R"]).launches:
+        if sampling is not Sampling.NONE:
+            full = sampling is Sampling.FULL
+            for item in _range(self._table.sample_full if full else self._table.sample, rows["R"]).launches:
                 self._launch(item, self._sampling, rows["R"], stream)
 
     def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
@@ -184,8 +192,7 @@ def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
 
     For a device that is not opened yet: nothing has been loaded when this is told.
     """
-    ranges = [r for row in (*table.ranges.values(), *table.decode_ranges.values(), table.sample) for r in row]
-    launches = [*table.fill, *(item for r in ranges for item in r.launches)]
+    launches = [*table.fill, *(item for r in table.all_ranges() for item in r.launches)]
     kinds = {argument.kind for item in launches for argument in item.args}
     problems = [f"arguments of kind {kind!r}, which is unknown" for kind in sorted(kinds - _KINDS)]
     problems += [f"no cubin {k.blob}" for k in table.kernels if k.blob not in cubins]

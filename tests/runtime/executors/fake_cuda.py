@@ -146,6 +146,10 @@ class FakeCuda:
         ctypes.memset(address, value, size_bytes)
         return self._done("cuMemsetD8")
 
+    def cuMemsetD8Async(self, address: int, value: int, size_bytes: int, stream: int) -> tuple[Any, ...]:
+        ctypes.memset(address, value, size_bytes)
+        return self._done("cuMemsetD8Async")
+
     def cuMemcpyHtoDAsync(self, device: int, host: int, size_bytes: int, stream: int) -> tuple[Any, ...]:
         ctypes.memmove(device, host, size_bytes)
         return self._done("cuMemcpyHtoDAsync")
