@@ -96,7 +96,7 @@ def time_linear(op: str, dtype: str, rows: Sequence[int], kernels: NativeLibrary
 def time_attention(dtype: str, kernels: NativeLibrary, seconds: float) -> None:
     host = detect_host()
     q, kv = TensorType(dtype, ("T", HEADS, HEAD_DIM)), TensorType(dtype, ("T", KV_HEADS, HEAD_DIM))
-    attrs = {"layer": 0, "scale": HEAD_DIM**-0.5, "window": 0, "softcap": 0.0}
+    attrs = {"layer": 0, "scale": HEAD_DIM**-0.5, "window": 0, "softcap": 0.0, "alibi": False}
     signature = OpSignature("paged_attention", (q, kv, kv), (), (q,), attrs)
     for label, sequences in STEPS.items():
         step: StepState = example_step(sequences, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)

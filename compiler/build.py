@@ -96,7 +96,7 @@ def build(
                     progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
                 )
             )
-        verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_tensor))
+        verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_weight))
         report = _finished(
             stages,
             replace(

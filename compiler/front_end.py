@@ -14,14 +14,15 @@ from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.progress import Progress, Stage
-from tapeout.compiler.trace import INTERFACE, trace
-from tapeout.model_defs import ModelSource, TensorInfo, open_model
+from tapeout.compiler.trace import INTERFACE, FindWeight, trace
+from tapeout.model_defs import ModelSource, open_model
+from tapeout.model_defs.architecture import calls_interface
 from tapeout.model_defs.check_checkpoint import check_checkpoint
+from tapeout.model_defs.conversion import converted
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
+from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.triton_aot.digest import triton_version
 from tapeout.runtime.engine.manifest import Limits
-
-FindTensor = Callable[[str], TensorInfo]
 
 
 class Stages:
@@ -43,12 +44,12 @@ class Stages:
 class Lowered:
     """A model as IR, and what was resolved on the way.
 
-    `find_tensor` gives the checkpoint's tensor that fills a parameter; `matches` counts by pass.
+    `find_weight` gives the recipe that fills a parameter; `matches` counts by pass.
     """
 
     source: ModelSource
     graph: Graph
-    find_tensor: FindTensor
+    find_weight: FindWeight
     module: Module
     limits: Limits
     dtype: str
@@ -67,24 +68,30 @@ def lower_model(
         if target_kind(options) == "cuda":
             triton_version()  # without the kernels' compiler there is no point in tracing
     with stages("trace", f"{source.config.model_type}, {dtype}"):
-        graph, find_tensor = trace_source(source, dtype)
+        graph, find_weight = trace_source(source, dtype)
     with stages("passes") as stage:
         passes = passes_for(options)
         expected = expected_matches(source.config, passes)
         matches = run_passes(graph, passes, expected, dump=options.dump)
         module = lower(graph)
         stage.update(f"{len(module.nodes)} ops")
-    return Lowered(source, graph, find_tensor, module, limits, dtype, matches)
+    return Lowered(source, graph, find_weight, module, limits, dtype, matches)
 
 
-def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindTensor]:
-    """Trace a model after checking its checkpoint; also gives the tensor that fills a parameter."""
-    model = load_meta_model(source, dtype, INTERFACE)
+def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindWeight]:
+    """Trace a model after checking its checkpoint; also gives the recipe that fills a parameter."""
+    model = load_meta_model(source, dtype, INTERFACE if calls_interface(source.config) else "eager")
     expected, tied = expected_tensors(model)
-    check_checkpoint(source, expected, tied)
     tensors = source.checkpoint.tensors
+    recipes = converted(model, tensors, expected)
+    check_checkpoint(source, expected, tied, recipes)
 
-    def find_tensor(name: str) -> TensorInfo:
-        return tensors[name] if name in tensors else tensors[tied[name]]
+    def find_weight(name: str) -> WeightRef:
+        for candidate in (name, tied.get(name, name)):
+            if candidate in tensors and candidate in expected:
+                return WeightRef.of(tensors[candidate])
+            if candidate in recipes:
+                return recipes[candidate]
+        raise KeyError(name)
 
-    return trace(model, find_tensor), find_tensor
+    return trace(model, find_weight), find_weight

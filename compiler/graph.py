@@ -7,6 +7,7 @@ executable: `run_graph` feeds it tensors made from the references.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,18 @@ class Graph:
             node.meta["val"] = torch.empty(ref.shape, dtype=getattr(torch, ref.dtype), device="meta")
         self.weights[name] = ref
         return node
+
+    def add_constant(self, name: str, array: np.ndarray) -> fx.Node:
+        """A new weight with these values; one that exists already is returned, whatever its name."""
+        for node in self.graph.find_nodes(op="placeholder"):
+            have = self.constants.get(node.meta.get("weight", ""))
+            if have is not None and (have.dtype, have.shape) == (array.dtype, array.shape):
+                if np.array_equal(have, array):
+                    return node
+        names = (f"{name}.{i}" if i else name for i in itertools.count())
+        free = next(n for n in names if n not in self.weights and n not in self.constants)
+        self.constants[free] = array
+        return self.add_weight(free, WeightRef.const(free, array.dtype.name, array.shape))
 
     def call(self, before: fx.Node, target: Callable[..., Any], *args: Any) -> fx.Node:
         """Insert a call in front of `before`, in the same module, and infer its result type."""

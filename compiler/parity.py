@@ -7,7 +7,7 @@ one token at a time, all prompts batched. What is compared are logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from tapeout.compiler.graph import from_numpy
+from tapeout.compiler.trace import FindWeight
 from tapeout.model_defs.meta_model import load_meta_model
-from tapeout.model_defs.source import ModelSource, TensorInfo
+from tapeout.model_defs.source import ModelSource
+from tapeout.model_defs.weights import run_recipe
 from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine.manifest import Limits, ModelFacts
 from tapeout.runtime.engine.reader import Engine, open_engine
@@ -60,11 +62,11 @@ SKIPPED = Parity({"verdict": "skipped", "reason": "--no-verify"}, {})
 NO_GPU = Parity({"verdict": "skipped", "reason": "the build does not run cuda engines yet"}, {})
 
 
-def compare(source: ModelSource, engine_path: Path, tensor: Callable[[str], TensorInfo]) -> Parity:
+def compare(source: ModelSource, engine_path: Path, weight: FindWeight) -> Parity:
     """Run both sides and judge.
 
     Args:
-        tensor: the checkpoint tensor that fills a parameter of the model.
+        weight: the recipe that fills a parameter of the model.
 
     Raises:
         TapeoutError: the engine's output is not finite, all zero, or not HF's.
@@ -79,9 +81,9 @@ def compare(source: ModelSource, engine_path: Path, tensor: Callable[[str], Tens
     finally:
         engine.close()
     _check_sane(logits)
-    reference = _reference_logits(source, "float32", tokens, prompt, tensor)
+    reference = _reference_logits(source, "float32", tokens, prompt, weight)
     lower = (
-        None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, tensor)
+        None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, weight)
     )
     cases = {"prompts": len(tokens), "prefill_tokens": prompt, "decode_tokens": total - prompt}
     return _judge(logits, reference, lower, facts, cases)
@@ -162,11 +164,11 @@ def _check_sane(logits: np.ndarray) -> None:
 
 
 def _reference_logits(
-    source: ModelSource, dtype: str, tokens: np.ndarray, prompt: int, tensor: Callable[[str], TensorInfo]
+    source: ModelSource, dtype: str, tokens: np.ndarray, prompt: int, weight: FindWeight
 ) -> np.ndarray:
     """HF's logits at the same positions, whole sequences at once, weights streamed."""
     model = load_meta_model(source, dtype, "eager")
-    _stream_weights(model, source, tensor)
+    _stream_weights(model, source, weight)
     ids = torch.from_numpy(tokens.astype(np.int64))
     keep = torch.arange(prompt - 1, tokens.shape[1])
     with torch.no_grad():
@@ -174,7 +176,7 @@ def _reference_logits(
     return logits.float().numpy()
 
 
-def _stream_weights(model: nn.Module, source: ModelSource, tensor: Callable[[str], TensorInfo]) -> None:
+def _stream_weights(model: nn.Module, source: ModelSource, weight: FindWeight) -> None:
     """Give every module its own parameters just before it runs and take them away after.
 
     Peak memory is one module's parameters, whatever the size of the model.
@@ -182,22 +184,27 @@ def _stream_weights(model: nn.Module, source: ModelSource, tensor: Callable[[str
 
     def load(module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
         for attribute, name in names:
-            value = module.get_parameter(attribute)
-            data = from_numpy(source.checkpoint.read(tensor(name).name)).to(value.dtype)
-            setattr(module, attribute, nn.Parameter(data, requires_grad=False))
+            value = getattr(module, attribute)
+            data = from_numpy(run_recipe(weight(name), source.checkpoint.read)).to(value.dtype)
+            _set(module, attribute, data)
 
     def unload(module: nn.Module, names: Sequence[tuple[str, str]]) -> None:
         for attribute, _ in names:
-            value = module.get_parameter(attribute)
-            setattr(
-                module, attribute, nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
-            )
+            _set(module, attribute, torch.empty_like(getattr(module, attribute), device="meta"))
 
     for prefix, module in model.named_modules():
-        own = [(a, f"{prefix}.{a}" if prefix else a) for a, _ in module.named_parameters(recurse=False)]
+        kept = [n for n, _ in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set]
+        attributes = [*(n for n, _ in module.named_parameters(recurse=False)), *kept]
+        own = [(a, f"{prefix}.{a}" if prefix else a) for a in attributes]
         if own:
             module.register_forward_pre_hook(lambda m, _, names=own: load(m, names))
             module.register_forward_hook(lambda m, _, __, names=own: unload(m, names))
+
+
+def _set(module: nn.Module, attribute: str, data: torch.Tensor) -> None:
+    """A parameter or buffer of the module by other values."""
+    is_parameter = attribute in module._parameters
+    setattr(module, attribute, nn.Parameter(data, requires_grad=False) if is_parameter else data)
 
 
 def _judge(

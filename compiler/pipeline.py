@@ -20,6 +20,12 @@ from tapeout.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from tapeout.compiler.passes.fuse_gated_mlp import fuse_gated_mlp
 from tapeout.compiler.passes.fuse_linear_add import fuse_linear_add
 from tapeout.compiler.passes.fuse_norm_linear import fuse_norm_linear
+from tapeout.compiler.passes.fold_weights import fold_weights
+from tapeout.compiler.passes.fuse_layer_norm import fuse_layer_norm
+from tapeout.compiler.passes.recognize_activations import recognize_activations
+from tapeout.compiler.passes.recognize_attention import recognize_attention
+from tapeout.compiler.passes.recognize_linears import recognize_linears
+from tapeout.compiler.passes.recognize_routers import recognize_routers
 from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from tapeout.compiler.passes.fuse_rope import fuse_rope
 from tapeout.compiler.passes.fuse_rope_attention import fuse_rope_attention
@@ -35,10 +41,16 @@ Pass = Callable[[Graph], int]
 
 PASSES: tuple[Pass, ...] = (
     canonicalize,
+    recognize_attention,
     fold_scalars,
     fuse_rms_norm,
-    fuse_add_rms_norm,
+    fuse_layer_norm,
+    fold_weights,
+    recognize_linears,
+    recognize_activations,
+    recognize_routers,
     fuse_rope,
+    fuse_add_rms_norm,
     merge_qkv,
     fuse_gated_mlp,
     page_attention,
@@ -49,8 +61,14 @@ PASSES: tuple[Pass, ...] = (
 # fuses on a CPU is wanted by the linears on both sides here, so it gets what they leave.
 CUDA_PASSES: tuple[Pass, ...] = (
     canonicalize,
+    recognize_attention,
     fold_scalars,
     fuse_rms_norm,
+    fuse_layer_norm,
+    fold_weights,
+    recognize_linears,
+    recognize_activations,
+    recognize_routers,
     fuse_rope,
     merge_qkv,
     fuse_gated_mlp,

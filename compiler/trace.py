@@ -22,11 +22,14 @@ from torch.export import Dim, ExportedProgram
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tapeout.compiler import experts as _experts  # noqa: F401 (registers the experts interface)
 from tapeout.compiler.graph import Graph, to_numpy, weight_placeholder
 from tapeout.compiler.masks import Mask, classify
-from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
+
+#: How a parameter of the model, by its HF name, is made from checkpoint tensors.
+FindWeight = Callable[[str], WeightRef]
 
 INTERFACE = "tapeout"  # the name under which attention and masks are registered
 _PREFIX = "model_under_trace."
@@ -72,10 +75,16 @@ class _NoCache:
         return k, v
 
 
-def _mask_interface(*_: Any, mask_function: Any, attention_mask: Any = None, **__: Any) -> Mask:
+def _mask_interface(
+    *_: Any, mask_function: Any, attention_mask: Any = None, **__: Any
+) -> Mask | UnsupportedError:
+    """A mask, or why it is none: models make masks that no layer uses."""
     if attention_mask is not None:
-        raise UnsupportedError("the model builds its own padding mask", hint="packed inputs carry no padding")
-    return classify(mask_function)
+        return UnsupportedError("the model builds its own padding mask", hint="packed inputs carry no padding")
+    try:
+        return classify(mask_function)
+    except UnsupportedError as error:
+        return error
 
 
 def _attention_interface(
@@ -83,7 +92,7 @@ def _attention_interface(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Mask | None,
+    attention_mask: Mask | UnsupportedError | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -102,6 +111,8 @@ def _attention_interface(
             f"attention of {type(module).__name__} has heads of sizes {sizes} for queries, keys and values",
             hint="attention whose heads differ in size (multi-head latent attention) is not supported yet",
         )
+    if isinstance(attention_mask, UnsupportedError):
+        raise attention_mask
     if not isinstance(attention_mask, Mask):
         raise UnsupportedError(
             f"attention of {type(module).__name__} got no classified mask but {attention_mask!r}"
@@ -119,13 +130,39 @@ def _attention_interface(
         key.transpose(1, 2),
         value.transpose(1, 2),
         recorder.positions,
+        None,
         s_aux,
         int(module.layer_idx),
         float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         attention_mask.window,
         float(softcap or 0.0),
+        False,
     )
     return out, None
+
+
+def _written_mask(
+    *_: Any, mask_function: Any, attention_mask: Any = None, dtype: torch.dtype = torch.float32, **__: Any
+) -> torch.Tensor:
+    """The mask of models that write their attention out: a tensor, as they expect."""
+    positions = _active[-1].positions
+    assert positions is not None
+    if attention_mask is not None:
+        raise UnsupportedError("the model builds its own padding mask", hint="packed inputs carry no padding")
+    name = str(dtype).removeprefix("torch.")
+    mask: torch.Tensor = torch.ops.tapeout.causal_mask(positions, classify(mask_function).window, name)
+    return mask
+
+
+@contextmanager
+def _masks_as_tensors() -> Iterator[None]:
+    """Hugging Face's eager masks become `tapeout::causal_mask`."""
+    before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _written_mask)
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS.register("eager", before)
 
 
 ALL_ATTENTION_FUNCTIONS.register(INTERFACE, _attention_interface)
@@ -140,38 +177,61 @@ class _Wrapper(nn.Module):
         self.model_under_trace = model
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.arguments = set(parameters)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, row_ids: torch.Tensor
     ) -> torch.Tensor:
         _active[-1].positions = positions
-        cache = {self.cache_argument: _NoCache()}
-        output = self.model_under_trace(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=row_ids, **cache
-        )
-        return output.logits
+        given = {"position_ids": positions, "logits_to_keep": row_ids, self.cache_argument: _NoCache()}
+        taken = {name: value for name, value in given.items() if name in self.arguments}
+        logits: torch.Tensor = self.model_under_trace(input_ids=token_ids, use_cache=False, **taken).logits
+        return logits if "logits_to_keep" in taken else logits[:, row_ids]
 
 
-def trace(model: nn.Module, tensor: Callable[[str], TensorInfo]) -> Graph:
+def trace(model: nn.Module, parameter: FindWeight) -> Graph:
     """Trace a causal LM on the meta device whose attention implementation is INTERFACE.
 
     Args:
-        tensor: the checkpoint tensor that fills a parameter of the model.
+        parameter: how a parameter of the model is made from checkpoint tensors.
 
     Raises:
         UnsupportedError: the code cannot be exported, or its attention is not understood.
     """
-    with _recording() as recorder:
-        program = _export(_Wrapper(model))
     layers = model.config.get_text_config().num_hidden_layers
-    if sorted(recorder.layers) != list(range(layers)):
+    with _recording() as recorder, _buffers_on_meta(model) as buffers:
+        if model.config._attn_implementation == INTERFACE:
+            program = _export(_Wrapper(model))
+            _check_layers(model, layers, recorder.layers)
+        else:  # a pass counts the attention that is written out
+            with _masks_as_tensors():
+                program = _export(_Wrapper(model))
+        return _to_graph(program, model, layers, parameter, buffers)
+
+
+def _check_layers(model: nn.Module, layers: int, seen: list[int]) -> None:
+    if sorted(seen) != list(range(layers)):
         raise UnsupportedError(
-            f"{type(model).__name__} has {layers} layers but its attention was seen in layers "
-            f"{sorted(recorder.layers)}",
+            f"{type(model).__name__} has {layers} layers but its attention was seen in layers {sorted(seen)}",
             hint="models with layers that are not attention, or with attention outside the library's "
             "AttentionInterface, are not supported",
         )
-    return _to_graph(program, model, layers, tensor)
+
+
+@contextmanager
+def _buffers_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's buffers by name; while it is traced they are on the device of everything else."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    places = [(module, name) for module in model.modules() for name in module._buffers]
+    before = [module._buffers[name] for module, name in places]
+    try:
+        for module, name in places:
+            buffer = module._buffers[name]
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
+        yield buffers
+    finally:
+        for (module, name), buffer in zip(places, before, strict=True):
+            module._buffers[name] = buffer
 
 
 @contextmanager
@@ -211,14 +271,17 @@ def _export(wrapper: _Wrapper) -> ExportedProgram:
 
 
 def _to_graph(
-    program: ExportedProgram, model: nn.Module, layers: int, tensor: Callable[[str], TensorInfo]
+    program: ExportedProgram,
+    model: nn.Module,
+    layers: int,
+    parameter: FindWeight,
+    buffers: dict[str, torch.Tensor],
 ) -> Graph:
     module = program.graph_module
     signature = program.graph_signature
     weights: dict[str, WeightRef] = {}
     constants: dict[str, np.ndarray] = {}
     parameters = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
     persistent = model.state_dict(keep_vars=True)
     fake_mode = None
     inputs = []
@@ -236,9 +299,10 @@ def _to_graph(
             name = f"constants.{signature.inputs_to_lifted_tensor_constants[node.name]}"
             array = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
         if array is None:
-            info = tensor(name)
-            name = info.name  # tied parameters are one tensor, under the checkpoint's name
-            weights[name] = WeightRef.of(info).cast(type_)
+            ref = parameter(name)
+            if not ref.steps and isinstance(ref.sources[0], str):
+                name = ref.sources[0]  # tied parameters are one tensor, under the checkpoint's name
+            weights[name] = ref.cast(type_)
         else:
             weights[name] = WeightRef.const(name, type_, shape_)
             constants[name] = to_numpy(array)

@@ -87,15 +87,15 @@ def _reasons(config: Any, model_class: Any) -> list[str]:
         base = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
         if causal not in architectures and base not in architectures:
             reasons.append(f"its architecture is {', '.join(architectures)}, expected {causal}")
-    if (
-        not reasons
-        and model_class is not None
-        and not hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS")
-    ):
-        reasons.append(
-            "its attention does not go through transformers' AttentionInterface, so it cannot be traced"
-        )
     return reasons
+
+
+def calls_interface(config: Any) -> bool:
+    """Whether the model's attention goes through transformers' AttentionInterface."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model_class is None or hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _module(model_class: Any) -> ModuleType:
@@ -111,7 +111,7 @@ def _can_be_an_encoder(model_class: Any) -> bool:
 
 
 def _rope_reasons(config: Any, model_class: Any) -> list[str]:
-    """Rope types without constant frequencies or unknown to transformers, and partial rotation."""
+    """Rope types without constant frequencies or unknown to transformers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config, "rope_parameters", None)
@@ -119,12 +119,9 @@ def _rope_reasons(config: Any, model_class: Any) -> list[str]:
         return []
     own = {"rope_parameters": parameters}
     by_layer = {f"rope_parameters.{key}": v for key, v in parameters.items() if isinstance(v, dict)}
-    reads_share = "partial_rotary_factor" in inspect.getsource(_module(model_class))
     reasons = []
     for key, value in (own | by_layer).items():
-        rope_type, share = value.get("rope_type", "default"), value.get("partial_rotary_factor")
-        if isinstance(share, float) and share < 1 and rope_type != "proportional" and reads_share:
-            reasons.append(f"{key}: partial_rotary_factor {share}; only rotation of whole heads is supported")
+        rope_type = value.get("rope_type", "default")
         if rope_type == "default":
             continue
         if not isinstance(rope_type, str) or rope_type not in ROPE_INIT_FUNCTIONS:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.model_defs.source import TensorInfo
+from tapeout.model_defs.weights import WeightRef
+from tapeout.plugins.errors import UsageError
 
 if TYPE_CHECKING:
     from tapeout.model_defs.source import ModelSource
@@ -21,18 +23,23 @@ MAX_LISTED = 200
 
 
 def check_checkpoint(
-    source: ModelSource, expected: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
+    source: ModelSource,
+    expected: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    converted: Mapping[str, WeightRef] | None = None,
 ) -> None:
     """UsageError listing every missing, extra and mis-shaped tensor; nothing when all fit.
-
-    UnsupportedError instead when transformers would convert this family's checkpoints itself.
 
     Args:
         expected: shape of every persistent parameter and buffer of the model by HF name.
         tied: parameters that share another's values (`lm_head.weight` to
             `model.embed_tokens.weight`); they may be absent, and are ignored when present.
+        converted: parameters that are made from tensors of other names (see `conversion.py`).
     """
-    present = source.checkpoint.tensors
+    converted = converted or {}
+    used = {name for ref in converted.values() for name in ref.source_names()}
+    made = {name: TensorInfo(name, ref.dtype, ref.shape) for name, ref in converted.items()}
+    present = {n: t for n, t in source.checkpoint.tensors.items() if n not in used} | made
     unused = known_unused(source, present)
     lines: list[str] = []
     for name in sorted(expected.keys() - present.keys() - tied.keys()):
@@ -46,15 +53,6 @@ def check_checkpoint(
             )
     if not lines:
         return
-    if _converted_by_hf(source):
-        raise UnsupportedError(
-            f"checkpoints of {source.config.model_type} are rewritten by transformers while it loads them "
-            f"(tensors are merged or renamed), which is not supported; {len(lines)} tensors differ, "
-            f"the first:\n"
-            f"{lines[0]}",
-            hint="save the model once with transformers 5 in its own layout: save_pretrained(DIR, "
-            "save_original_format=False)",
-        )
     more = [f"  and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else []
     raise UsageError(
         f"the checkpoint does not fit its config ({source.config.model_type}): {len(lines)} tensors differ:\n"
@@ -77,13 +75,6 @@ def known_unused(source: ModelSource, names: Mapping[str, object]) -> dict[str, 
 def is_known_unused(name: str) -> bool:
     """Whether no model of any family needs a tensor of this name."""
     return any(re.search(pattern, name) for pattern in KNOWN_UNUSED)
-
-
-def _converted_by_hf(source: ModelSource) -> bool:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    names = [source.config.model_type, *(getattr(source.config, "architectures", None) or [])]
-    return any(get_checkpoint_conversion_mapping(name) for name in names)
 
 
 def _ignored_by_hf(source: ModelSource) -> list[str]:

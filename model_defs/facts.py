@@ -1,48 +1,14 @@
-"""Facts per model family, as data: how often each fusion must match in a traced model.
+"""How often each fusion must match in a traced model, by the facts of its family (`families/`).
 
 A pass that matches fewer (or more) places than stated fails the build, so a fusion that silently
-stops matching is seen. Families that are not listed give None for what is not known.
+stops matching is seen. Families without facts give None for what is not known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class FamilyFacts:
-    """Per decoder layer, unless the name says otherwise.
-
-    Attributes:
-        rms_norms: RMSNorm modules in a layer; one final norm comes on top.
-        separate_qkv: q, k and v are three linears of one input.
-        separate_gate_up: the MLP is `act(gate(x)) * up(x)` with two linears of one input.
-        normed_linears: linears (or groups that become one) that alone read a norm.
-        added_linears: linears whose result is added to the residual stream as it is.
-    """
-
-    rms_norms: int
-    separate_qkv: bool = True
-    separate_gate_up: bool = True
-    normed_linears: int = 2
-    added_linears: int = 2
-
-
-FAMILIES: dict[str, FamilyFacts] = {
-    "llama": FamilyFacts(2),
-    "mistral": FamilyFacts(2),
-    "qwen2": FamilyFacts(2),
-    "qwen3": FamilyFacts(4),  # q and k are normalized per head
-    "gemma": FamilyFacts(2),
-    "gemma2": FamilyFacts(4, added_linears=0),  # norms before and after attention and MLP
-    "gemma3_text": FamilyFacts(6, added_linears=0),  # as gemma2, and q and k
-    "smollm3": FamilyFacts(2),
-    "phi3": FamilyFacts(2, separate_qkv=False, separate_gate_up=False),
-    # norms after attention and MLP, and of q and k over all heads
-    "olmo2": FamilyFacts(4, normed_linears=0, added_linears=0),
-    "granite": FamilyFacts(2, added_linears=0),  # results are scaled before they are added
-}
+from tapeout.model_defs.families import families
 
 
 _OF_KNOWN_FAMILIES = (
@@ -61,7 +27,8 @@ def expected_counts(config: Any) -> dict[str, int | None]:
     whose result is added to the residual stream). None means not known.
     """
     layers = config.num_hidden_layers
-    facts = FAMILIES.get(config.model_type)
+    known = families().get(config.model_type)
+    facts = known.facts if known else None
     if facts is None:
         return {"attention": layers, **dict.fromkeys(_OF_KNOWN_FAMILIES)}
     # SmolLM3 has layers without positions: 1 in no_rope_layers means that rope is used

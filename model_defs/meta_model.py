@@ -33,6 +33,8 @@ def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implemen
 
     config = copy.deepcopy(source.config)
     kwargs: dict[str, Any] = {"dtype": _torch_dtype(dtype), "attn_implementation": attn_implementation}
+    if attn_implementation not in ("eager", "sdpa"):
+        kwargs["experts_implementation"] = attn_implementation
     if source.trust_remote_code:
         kwargs["trust_remote_code"] = True
         config.name_or_path = source.hf_path  # where HF looks for the model's code

@@ -18,8 +18,10 @@ _BLOCK_BYTES = 8 << 20  # row-wise steps hold about this much beside source and 
 class Step:
     """One step of a recipe.
 
-    `concat` (all sources along dim `dim`), `transpose` (2-D), `slice` (dim, start, stop),
-    `cast` (dtype), `quantize_rows` (symmetric int8 per output row; `part` is `values` or `scales`).
+    `concat` (all sources along dim `dim`), `stack` (all sources along a new dim `dim`), `transpose` (the
+    last two dims), `slice` (dim, start, stop, and step where it is not 1), `reshape` (shape), `add`
+    (value), `cast` (dtype), `quantize_rows` (symmetric int8 per output row; `part` is `values` or
+    `scales`).
     """
 
     name: str
@@ -47,10 +49,13 @@ def mismatch(what: str, got: np.ndarray, dtype: str, shape: tuple[int, ...]) -> 
 
 
 def view(x: np.ndarray, step: Step) -> np.ndarray:
-    """`transpose` and `slice`: no bytes move."""
+    """`transpose`, `slice` and `reshape`: no bytes move, but for a reshape of what is not contiguous."""
     if step.name == "transpose":
-        return x.T
-    return x[(slice(None),) * step.arg("dim") + (slice(step.arg("start"), step.arg("stop")),)]
+        return x.swapaxes(-1, -2)
+    if step.name == "reshape":
+        return x.reshape([int(s) for s in step.arg("shape").split("x")])
+    window = slice(step.arg("start"), step.arg("stop"), dict(step.args).get("step"))
+    return x[(slice(None),) * step.arg("dim") + (window,)]
 
 
 def rowwise(x: np.ndarray, steps: Sequence[Step], what: str, out: np.ndarray | None) -> np.ndarray:
@@ -76,6 +81,11 @@ def _block(block: np.ndarray, steps: Sequence[Step], what: str) -> np.ndarray:
     for step in steps:
         block = ROWWISE[step.name](block, step, what)
     return block
+
+
+def _add(block: np.ndarray, step: Step, what: str) -> np.ndarray:
+    """A number added, in the weight's own dtype."""
+    return (block + np.asarray(step.arg("value"), block.dtype)).astype(block.dtype)
 
 
 def _cast(block: np.ndarray, step: Step, what: str) -> np.ndarray:
@@ -110,9 +120,10 @@ def _quantize_rows(block: np.ndarray, step: Step, what: str) -> np.ndarray:
 
 
 #: Steps that only change how an array is looked at.
-VIEWS = ("transpose", "slice")
+VIEWS = ("transpose", "slice", "reshape")
 #: Steps that treat every row alone and can run in blocks.
 ROWWISE: Mapping[str, Callable[[np.ndarray, Step, str], np.ndarray]] = {
+    "add": _add,
     "cast": _cast,
     "quantize_rows": _quantize_rows,
 }

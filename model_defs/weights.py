@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,7 +41,7 @@ class WeightRef:
 
     `sources` are checkpoint tensor names, `const:<name>` for constants the model's own
     code computed while tracing (inverse frequencies and the like), or refs of their own.
-    With more than one source the first step is `concat`.
+    With more than one source the first step is `concat` or `stack`.
     """
 
     sources: tuple[str | WeightRef, ...]
@@ -86,10 +87,39 @@ class WeightRef:
             return self.concat([r.cast(dtype) for r in self._refs()], self.steps[0].arg("dim"))
         return self._then(Step("cast", (("dtype", dtype),)), dtype, self.shape)
 
+    @classmethod
+    def stack(cls, refs: Sequence[WeightRef], dim: int = 0) -> WeightRef:
+        """Refs of one dtype and shape joined along a new dim; each is produced straight into its place."""
+        first = refs[0]
+        if {(r.dtype, r.shape) for r in refs} != {(first.dtype, first.shape)}:
+            lines = "\n".join(f"  {r.text()}: {r.dtype}{list(r.shape)}" for r in refs)
+            raise UnsupportedError(f"tensors to stack differ in dtype or shape:\n{lines}")
+        shape = (*first.shape[:dim], len(refs), *first.shape[dim:])
+        return cls(tuple(refs), (Step("stack", (("dim", dim),)),), first.dtype, shape)
+
     def transpose(self) -> WeightRef:
-        if len(self.shape) != 2:
+        """The last two dimensions swapped."""
+        if len(self.shape) < 2:
             raise UnsupportedError(f"{self.text()}: transpose needs 2 dimensions, got {list(self.shape)}")
-        return self._then(Step("transpose"), self.dtype, self.shape[::-1])
+        return self._then(Step("transpose"), self.dtype, (*self.shape[:-2], *self.shape[:-3:-1]))
+
+    def reshape(self, shape: Sequence[int]) -> WeightRef:
+        """The same elements in another shape."""
+        if math.prod(shape) != math.prod(self.shape):
+            raise UnsupportedError(f"{self.text()}: {list(self.shape)} does not fit {list(shape)}")
+        return self._then(Step("reshape", (("shape", "x".join(map(str, shape))),)), self.dtype, tuple(shape))
+
+    def add(self, value: float) -> WeightRef:
+        """A number added to every element."""
+        return self._then(Step("add", (("value", value),)), self.dtype, self.shape)
+
+    def every(self, dim: int, start: int, step: int) -> WeightRef:
+        """Every `step`-th element of `dim`, from `start` on."""
+        dim = _dim(self, dim)
+        stop = self.shape[dim]
+        shape = (*self.shape[:dim], len(range(start, stop, step)), *self.shape[dim + 1 :])
+        args = (("dim", dim), ("start", start), ("stop", stop), ("step", step))
+        return self._then(Step("slice", args), self.dtype, shape)
 
     def slice(self, dim: int, start: int, stop: int) -> WeightRef:
         """Elements `[start, stop)` of `dim` (a rank's part, or one tensor out of a fused one)."""
@@ -194,8 +224,11 @@ def _execute(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
     if steps and steps[0].name == "concat":
         x = _concat(ref, read, out if len(steps) == 1 else None)
         steps = steps[1:]
+    elif steps and steps[0].name == "stack":
+        x = _stack(ref, read, out if len(steps) == 1 else None)
+        steps = steps[1:]
     elif len(ref.sources) != 1:
-        raise ValueError(f"{ref.text()}: several sources need a leading concat step")
+        raise ValueError(f"{ref.text()}: several sources need a leading concat or stack step")
     else:
         x = _source(ref.sources[0], read)
         if not steps and (x.shape != ref.shape or x.dtype != np_dtype(ref.dtype)):
@@ -219,6 +252,16 @@ def _execute(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
 
 def _source(source: str | WeightRef, read: Read) -> np.ndarray:
     return read(source) if isinstance(source, str) else _execute(source, read, None)
+
+
+def _stack(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:
+    dim, refs = int(ref.steps[0].arg("dim")), ref._refs()
+    if out is None:
+        shape = (*refs[0].shape[:dim], len(refs), *refs[0].shape[dim:])
+        out = np.empty(shape, np_dtype(refs[0].dtype))
+    for index, source in enumerate(refs):
+        _execute(source, read, out[(slice(None),) * dim + (index,)])
+    return out
 
 
 def _concat(ref: WeightRef, read: Read, out: np.ndarray | None) -> np.ndarray:

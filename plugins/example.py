@@ -36,7 +36,8 @@ def example(signature: OpSignature, rows: int, *, seed: int = 0, logit_rows: int
     generator = torch.Generator().manual_seed(seed)
     chosen = min(rows, 4) if logit_rows is None else logit_rows
     schema = op(signature.op)
-    limit = {"token_ids": signature.weights[0].shape[0] if signature.weights else 1, "row_ids": rows}
+    first = signature.weights[0].shape[0] if signature.weights else 1
+    limit = {"token_ids": first, "expert_ids": first, "row_ids": rows}
     inputs = tuple(
         _tensor(name, kind, concrete(kind, rows, chosen), int(limit.get(name, 0)), generator)
         for name, kind in zip((n.rstrip("?") for n in schema.inputs), signature.inputs, strict=False)
@@ -56,6 +57,8 @@ def _tensor(
     if name == "positions":
         start = int(torch.randint(0, 3000, (), generator=generator))
         return torch.arange(start, start + shape[0], dtype=dtype)
+    if name == "expert_ids":  # distinct ones in every row
+        return torch.rand((shape[0], limit), generator=generator).argsort(1)[:, : shape[1]].to(dtype)
     if limit:
         return torch.randint(0, limit, shape, generator=generator, dtype=dtype)
     if dtype == torch.int8:
@@ -65,8 +68,8 @@ def _tensor(
     if name == "scale":
         return (torch.rand(shape, generator=generator) * 0.01 + 0.001).to(dtype)
     values = torch.randn(shape, generator=generator)
-    if name == "weight" and len(shape) == 2:
-        values /= shape[1] ** 0.5
+    if name in ("weight", "up", "down") and len(shape) >= 2:
+        values /= shape[-1] ** 0.5
     return values.to(dtype)
 
 

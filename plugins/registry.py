@@ -14,12 +14,16 @@ from tapeout.plugins import (
     add,
     add_rms_norm,
     attention,
+    causal_mask,
     copy,
     embedding,
     gated_activation,
+    layer_norm,
     linear,
     linear_add,
     linear_int8,
+    moe_experts,
+    moe_router,
     mul,
     norm_linear,
     paged_attention,
@@ -29,6 +33,7 @@ from tapeout.plugins import (
     rope_table,
     scale,
     select_rows,
+    xielu,
 )
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.op import OpSchema
@@ -38,15 +43,15 @@ if TYPE_CHECKING:
     from tapeout.plugins.cuda import CudaTactic
 
 _FOLDERS = (
-    activation, add, add_rms_norm, attention, copy, embedding, gated_activation, linear, linear_add,
-    linear_int8, mul, norm_linear, paged_attention, rms_norm, rope, rope_attention, rope_table, scale,
-    select_rows,
+    activation, add, add_rms_norm, attention, causal_mask, copy, embedding, gated_activation, layer_norm, linear,
+    linear_add, linear_int8, moe_experts, moe_router, mul, norm_linear, paged_attention, rms_norm, rope, rope_attention, rope_table, scale,
+    select_rows, xielu,
 )  # fmt: skip
 
 OPS: Mapping[str, OpSchema] = MappingProxyType({folder.SCHEMA.name: folder.SCHEMA for folder in _FOLDERS})
 
 #: Ops that exist only in traced graphs: no target runs them.
-TRACE_ONLY_OPS = frozenset({"attention"})
+TRACE_ONLY_OPS = frozenset({"attention", "causal_mask"})
 
 #: Ops that are fused for CUDA targets alone: on a CPU they have the baseline, which checks use.
 CUDA_FUSED_OPS = frozenset({"linear_add", "norm_linear", "rope_attention"})

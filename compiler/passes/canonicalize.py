@@ -6,6 +6,7 @@ the same dtype, full slices, pairs of transposes), so that later passes see plai
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -27,8 +28,54 @@ _IDENTITY = frozenset(
     }
 )
 _CASTS = frozenset(
-    {aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten._to_copy.default}
+    {
+        aten.to.dtype,
+        aten.to.device,
+        aten.to.dtype_layout,
+        aten.to.other,
+        aten._to_copy.default,
+        aten.type_as.default,
+    }
 )
+# Calls that only change how elements are grouped.
+_RESHAPES = frozenset(
+    {
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.view_as.default,
+        aten.reshape_as.default,
+        aten.squeeze.default,
+        aten._unsafe_view.default,
+    }
+)
+# Ops whose result shares memory with no other tensor, as far as in-place calls follow them.
+_MAKES_NEW = frozenset(
+    {
+        *(getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")),
+        aten.matmul.default,
+        aten.bmm.default,
+        aten.linear.default,
+        aten.zeros_like.default,
+        aten.zeros.default,
+        aten.topk.default,
+        aten.gather.default,
+        aten.softmax.int,
+        aten.sigmoid.default,
+        aten.embedding.default,
+        aten.index.Tensor,
+        aten.masked_fill.Scalar,
+        operator.getitem,
+    }
+)
+_IN_PLACE = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.scatter_.value: aten.scatter.value,
+    aten.masked_fill_.Scalar: aten.masked_fill.Scalar,
+    aten.relu_.default: aten.relu.default,
+}
 
 
 def canonicalize(graph: Graph) -> int:
@@ -51,6 +98,10 @@ def canonicalize_nodes(graph: fx.Graph) -> int:
                 continue
             if node.target in _CASTS:
                 _normalize_cast(node)
+            elif node.target in _RESHAPES:
+                _normalize_reshape(node)
+            elif node.target in _IN_PLACE:
+                _normalize_in_place(node)
             source = next((s for rule in _RULES if (s := rule(node)) is not None), None)
             if source is not None:
                 node.replace_all_uses_with(source)
@@ -82,6 +133,22 @@ def _normalize_cast(node: fx.Node) -> None:
         node.kwargs = {}
 
 
+def _normalize_reshape(node: fx.Node) -> None:
+    """Every reshape becomes `reshape(x, sizes)`; the one symbolic size is -1."""
+    sizes = [s if isinstance(s, int) else -1 for s in node.meta["val"].shape]
+    if sizes.count(-1) <= 1:
+        node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], sizes), {}
+
+
+def _normalize_in_place(node: fx.Node) -> None:
+    """`x.op_()` becomes `op(x)` where nobody could see that x has changed: x itself is not read later,
+    and it shares its memory with nothing (it is the result of an op that makes a new tensor)."""
+    source = node.args[0]
+    made_new = source.op == "call_function" and source.target in _MAKES_NEW
+    if made_new and all(user <= node for user in source.users):
+        node.target = _IN_PLACE[node.target]
+
+
 def _identity(node: fx.Node) -> fx.Node | None:
     return node.args[0] if node.target in _IDENTITY else None
 
@@ -91,6 +158,15 @@ def _same_shape(node: fx.Node) -> fx.Node | None:
     if node.target in {aten.to.dtype, aten.view.default, aten.reshape.default, aten.expand.default}:
         return node.args[0] if _same_type(node, node.args[0]) else None
     return None
+
+
+def _there_and_back(node: fx.Node) -> fx.Node | None:
+    """A cast to float32 of a 16-bit float, and back."""
+    inner = node.args[0]
+    if node.target is not aten.to.dtype or not isinstance(inner, fx.Node) or inner.target is not aten.to.dtype:
+        return None
+    wide = inner.meta["val"].dtype is torch.float32
+    return inner.args[0] if wide and _same_type(node, inner.args[0]) else None
 
 
 def _full_slice(node: fx.Node) -> fx.Node | None:
@@ -140,6 +216,7 @@ _RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
     _identity,
     _view_of_view,
     _same_shape,
+    _there_and_back,
     _full_slice,
     _cat_with_nothing,
     _transpose_pair,

@@ -41,7 +41,9 @@ def fuse_rope_attention(graph: Graph) -> int:
         table, interleaved = q.rope.args[1:]
         if shape(table)[-1] != shape(attention.args[0])[-1]:
             continue
-        v, sinks, *rest = attention.args[2:]
+        v, slopes, sinks, *rest, alibi = attention.args[2:]
+        if alibi or slopes is not None:
+            continue
         if q.norm is not None and k.norm is not None and q.norm.args[2:] == k.norm.args[2:]:
             sources, weights = (q.norm.args[0], k.norm.args[0]), (q.norm.args[1], k.norm.args[1])
             norm = (True, *q.norm.args[2:])

@@ -32,8 +32,9 @@ def page_attention(graph: Graph) -> int:
     for name, example_shape in (("page_table", (2, 3)), ("cu_q", (3,)), ("kv_lens", (2,))):
         step.append(graph.add_input(name, torch.empty(example_shape, dtype=torch.int32, device="meta")))
     for call in calls:
-        q, k, v, _, sinks, *attrs = call.args
-        paged = graph.call(call, torch.ops.tapeout.paged_attention.default, q, k, v, sinks, *step, *attrs)
+        q, k, v, _, slopes, sinks, *attrs = call.args
+        operands = (q, k, v, slopes, sinks)
+        paged = graph.call(call, torch.ops.tapeout.paged_attention.default, *operands, *step, *attrs)
         call.replace_all_uses_with(paged)
         graph.graph.erase_node(call)
     return len(calls)
@@ -43,7 +44,7 @@ def _cache_shape(calls: Sequence[fx.Node]) -> tuple[int, int]:
     """(kv heads, head dim) of keys and values, the same in every layer."""
     found: dict[str, list[int]] = {}
     for call in calls:
-        _, k, v, _, _, layer, *_ = call.args
+        _, k, v, _, _, _, layer, *_ = call.args
         text = f"keys {[int(s) for s in shape(k)[-2:]]}, values {[int(s) for s in shape(v)[-2:]]}"
         found.setdefault(text, []).append(layer)
     k, v = calls[0].args[1:3]

@@ -32,8 +32,11 @@ class Case:
     output_types: tuple[TensorType, ...]
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        """Output tensors full of NaN, so that an element nobody wrote is seen."""
-        return tuple(torch.full(_sized(t, self.rows), math.nan, dtype=_dtype(t)) for t in self.output_types)
+        """Output tensors full of NaN (-1 in integers), so that an element nobody wrote is seen."""
+        return tuple(
+            torch.full(_sized(t, self.rows), -1 if t.dtype.startswith("int") else math.nan, dtype=_dtype(t))
+            for t in self.output_types
+        )
 
 
 def make_weights(
@@ -72,6 +75,10 @@ def _indices(
     signature: OpSignature, index: int, rows: int, step: StepState, generator: torch.Generator
 ) -> torch.Tensor:
     """Integer inputs in the range their op allows."""
+    if signature.op == "moe_experts":  # distinct ones in every row
+        experts, chosen = int(signature.weights[0].shape[0]), int(signature.inputs[index].shape[1])
+        order = torch.rand((rows, experts), generator=generator).argsort(1)
+        return order[:, :chosen].to(torch.int32).contiguous()
     if signature.op == "embedding":
         high = int(signature.weights[0].shape[0])
     elif signature.op == "select_rows":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tapeout.plugins.activation.codes import ACTIVATION_CODES
 from tapeout.plugins.case import Case, Tolerance, signature
 from tapeout.plugins.cpu import TensorType
 
@@ -15,6 +16,6 @@ CASES = tuple(
         (1, 3, 20),
     )
     for dtype in TOLERANCE
-    for kind in ("silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid")
+    for kind in ACTIVATION_CODES
     for shape in (("T", 77), ("T", 4, 64))
 )

@@ -19,6 +19,9 @@ FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
         "relu": torch.relu,
         "tanh": torch.tanh,
         "sigmoid": torch.sigmoid,
+        "relu2": lambda x: torch.relu(x).square(),
+        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+        "softplus": functional.softplus,
     }
 )
 

@@ -35,6 +35,13 @@ def activate(x, KIND: tl.constexpr):
         result = tl.where(x < 0, 0.0, x)
     elif KIND == "tanh":
         result = tanh(x)
+    elif KIND == "relu2":
+        kept = tl.where(x < 0, 0.0, x)
+        result = kept * kept
+    elif KIND == "quick_gelu":
+        result = x * sigmoid(1.702 * x)
+    elif KIND == "softplus":
+        result = tl.where(x > 20.0, x, tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
     else:
         tl.static_assert(KIND == "sigmoid", "unknown activation")
         result = sigmoid(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tapeout.plugins.attention import SCHEMA
-from tapeout.plugins.attention.math import masked_attention, visible_keys
+from tapeout.plugins.attention.math import alibi_bias, masked_attention, visible_keys
 from tapeout.plugins.torch_op import register_torch_op
 
 
@@ -14,11 +14,13 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
+    slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     layer: int,
     scale: float,
     window: int,
     softcap: float,
+    alibi: bool,
 ) -> torch.Tensor:
     rows, keys, values = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, v))
     flat = positions.reshape(-1)
@@ -28,7 +30,8 @@ def attention(
     starts[1:] = flat[1:] != flat[:-1] + 1
     sequence = starts.cumsum(0)
     visible = visible_keys(flat, flat, window) & (sequence[:, None] == sequence[None, :])
-    return masked_attention(rows, keys, values, visible, sinks, scale, softcap).reshape(q.shape)
+    bias = None if slopes is None else alibi_bias(slopes, flat, flat)
+    return masked_attention(rows, keys, values, visible, sinks, scale, softcap, bias).reshape(q.shape)
 
 
 def _fake(
@@ -36,11 +39,13 @@ def _fake(
     k: torch.Tensor,
     v: torch.Tensor,
     positions: torch.Tensor,
+    slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     layer: int,
     scale: float,
     window: int,
     softcap: float,
+    alibi: bool,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 

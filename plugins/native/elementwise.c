@@ -24,6 +24,9 @@ INLINE v8f apply(v8f a, v8f b, float factor, int64_t operation) {
     case ACTIVATION + GELU_TANH: return activate8(a, GELU_TANH);
     case ACTIVATION + RELU: return activate8(a, RELU);
     case ACTIVATION + TANH: return activate8(a, TANH);
+    case ACTIVATION + RELU2: return activate8(a, RELU2);
+    case ACTIVATION + QUICK_GELU: return activate8(a, QUICK_GELU);
+    case ACTIVATION + SOFTPLUS: return activate8(a, SOFTPLUS);
     default: return activate8(a, SIGMOID);
     }
 }

@@ -23,12 +23,14 @@ def _case(
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    alibi: bool = False,
     tokens_per_page: int = 32,
 ) -> Case:
     q, kv = TensorType(dtype, ("T", heads, dim)), TensorType(dtype, ("T", kv_heads, dim))
-    attrs = {"layer": 1, "scale": dim**-0.5, "window": window, "softcap": softcap}
-    weights = (TensorType(dtype, (heads,)),) if sinks else ()
-    types = signature("paged_attention", (q, kv, kv), (q,), weights, attrs)
+    attrs = {"layer": 1, "scale": dim**-0.5, "window": window, "softcap": softcap, "alibi": alibi}
+    weights = [TensorType("float32", (heads,))] if alibi else []
+    weights += [TensorType(dtype, (heads,))] if sinks else []
+    types = signature("paged_attention", (q, kv, kv), (q,), tuple(weights), attrs)
     rows = (sum(q_len for q_len, _ in sequences),)
     return Case(f"{dtype} {label}", types, rows, sequences, tokens_per_page)
 
@@ -50,6 +52,9 @@ CASES = tuple(
         _case("softcap", dtype, softcap=2.0),
         _case("sinks", dtype, sinks=True),
         _case("sinks, window, softcap", dtype, sinks=True, window=20, softcap=5.0),
+        _case("ALiBi", dtype, alibi=True),
+        _case("ALiBi, decode, window", dtype, _DECODE, alibi=True, window=40),
+        _case("ALiBi, sinks", dtype, alibi=True, sinks=True),
         _case("one kv head", dtype, heads=4, kv_heads=1),
         _case("no grouping", dtype, heads=4, kv_heads=4),
         _case("64 heads a group", dtype, ((2, 5), (1, 40)), heads=64, kv_heads=1, dim=16),

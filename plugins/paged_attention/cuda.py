@@ -60,6 +60,8 @@ class PagedAttention(TritonTactic):
             return f"head_dim {dim} is above {_MAX_HEAD_DIM}"
         if heads % kv_heads or heads // kv_heads > 128:
             return f"{heads} query heads do not fit {kv_heads} kv heads, or more than 128 share one"
+        if signature.attrs["alibi"]:
+            return "no CUDA kernel adds ALiBi to the scores"
         tile = self._context_tile(signature)
         element_bytes = 4 if q.dtype == "float32" else 2
         needed = (2 * tile.stages * tile.n + tile.m) * power_of_two(dim) * element_bytes

@@ -40,6 +40,8 @@ class GatherSdpa(CpuTactic):
     name = "gather_sdpa"
 
     def unsupported(self, signature: OpSignature, host: HostCpu) -> str | None:
+        if signature.attrs["alibi"]:
+            return "scaled_dot_product_attention would need ALiBi as a mask of every step's size"
         if signature.weights:
             return "scaled_dot_product_attention has no attention sinks"
         if float(signature.attrs.get("softcap", 0.0)) > 0:

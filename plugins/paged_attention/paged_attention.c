@@ -15,7 +15,8 @@ typedef struct {
     int64_t v_row, v_head;
     void *out;
     int64_t out_row, out_head;
-    const void *sinks; /* may be null */
+    const float *slopes; /* of ALiBi; may be null */
+    const void *sinks;   /* may be null */
     void *pool;        /* [pages, layers, 2, kv_heads, tokens_per_page, dim] */
     const int32_t *page_table;
     int64_t page_table_row;
@@ -72,6 +73,7 @@ typedef struct {
     float q[ROWS_PER_ITEM * MAX_DIM], sums[ROWS_PER_ITEM * MAX_DIM];
     float scores[ROWS_PER_ITEM * KEY_BLOCK];
     float most[ROWS_PER_ITEM], total[ROWS_PER_ITEM];
+    float slope[ROWS_PER_ITEM]; /* of ALiBi */
     int64_t position[ROWS_PER_ITEM];
     float wide[2][KEY_BLOCK * MAX_DIM]; /* keys and values of a block, widened from bfloat16 */
     const float *keys[KEY_BLOCK], *values[KEY_BLOCK];
@@ -112,6 +114,8 @@ INLINE void softmax_row(const paged_attention_args *a, item_state *s, int64_t ro
         v8f v = load8_f32(scores + 8 * i) * splat((float)a->scale);
         if (softcap > 0) v = splat(softcap) * tanh8(v / splat(softcap));
         v8i key = lane + 8 * i;
+        if (a->slopes)
+            v += splat(s->slope[row]) * __builtin_convertvector(key + (int32_t)(first - s->position[row]), v8f);
         lanes[i] = select8((key >= (int32_t)low) & (key < (int32_t)high), v, splat(-INFINITY));
         most = select8(lanes[i] > most, lanes[i], most);
     }
@@ -188,6 +192,7 @@ INLINE void attend(const paged_attention_args *a, int64_t seq, int64_t begin, in
         for (int64_t d = 0; d < a->dim; d += 8) store8(s->q + row * a->dim + d, load8(at(q, d, dtype), dtype), F32);
         memset(s->sums + row * a->dim, 0, (size_t)a->dim * sizeof(float));
         s->position[row] = token + to_position;
+        s->slope[row] = a->slopes ? a->slopes[h] : 0;
         /* A sink is a logit seen before all keys; it adds to the total and carries no value. */
         s->most[row] = a->sinks ? load1(a->sinks, h, dtype) : -INFINITY;
         s->total[row] = a->sinks ? 1 : 0;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tapeout.plugins.attention.math import masked_attention, visible_keys
+from tapeout.plugins.attention.math import alibi_bias, masked_attention, visible_keys
 from tapeout.plugins.paged_attention import SCHEMA
 from tapeout.plugins.torch_op import register_torch_op
 
@@ -13,6 +13,7 @@ def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     kv_pool: torch.Tensor,
     page_table: torch.Tensor,
@@ -22,6 +23,7 @@ def paged_attention(
     scale: float,
     window: int,
     softcap: float,
+    alibi: bool,
 ) -> torch.Tensor:
     """One sequence after the other, as plainly as possible."""
     rows, keys, values = (t.reshape(-1, *t.shape[-2:]) for t in (q, k, v))
@@ -38,7 +40,8 @@ def paged_attention(
         kv_pool[new_pages, layer, 1, :, new_slots] = values[span].to(kv_pool.dtype)
         cached_k, cached_v = kv_pool[pages, layer, 0, :, slots], kv_pool[pages, layer, 1, :, slots]
         visible = visible_keys(q_positions, tokens, window)
-        out[span] = masked_attention(rows[span], cached_k, cached_v, visible, sinks, scale, softcap)
+        bias = None if slopes is None else alibi_bias(slopes, q_positions, tokens)
+        out[span] = masked_attention(rows[span], cached_k, cached_v, visible, sinks, scale, softcap, bias)
     return out.reshape(q.shape)
 
 
@@ -46,6 +49,7 @@ def _fake(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     kv_pool: torch.Tensor,
     page_table: torch.Tensor,
@@ -55,6 +59,7 @@ def _fake(
     scale: float,
     window: int,
     softcap: float,
+    alibi: bool,
 ) -> torch.Tensor:
     return q.new_empty(q.shape)
 

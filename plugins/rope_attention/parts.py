@@ -12,7 +12,7 @@ _ATTENTION_ATTRS = ("layer", "scale", "window", "softcap")
 def attention_of(signature: OpSignature) -> OpSignature:
     """The paged_attention inside."""
     weights = signature.weights[2:] if signature.attrs["qk_norm"] else signature.weights
-    attrs = {n: signature.attrs[n] for n in _ATTENTION_ATTRS if n in signature.attrs}
+    attrs = {n: signature.attrs[n] for n in _ATTENTION_ATTRS if n in signature.attrs} | {"alibi": False}
     return OpSignature("paged_attention", signature.inputs[:3], weights, signature.outputs, attrs)
 
 

@@ -40,7 +40,7 @@ def rope_attention(
         k = rms_norm(k, k_norm, eps, weight_offset, cast_before_weight)
     q, k = rope(q, table, interleaved), rope(k, table, interleaved)
     step = kv_pool, page_table, cu_q, kv_lens
-    return paged_attention(q, k, v, sinks, *step, layer, scale, window, softcap)
+    return paged_attention(q, k, v, None, sinks, *step, layer, scale, window, softcap, False)
 
 
 def _fake(q: torch.Tensor, *_: object) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tapeout.compiler.graph import Graph, read_weights, to_numpy
 from tapeout.compiler.passes.canonicalize import canonicalize
 from tapeout.compiler.trace import _to_graph
 from tapeout.model_defs.source import TensorInfo
-from tapeout.model_defs.weights import CONST_PREFIX, run_recipe
+from tapeout.model_defs.weights import CONST_PREFIX, WeightRef, run_recipe
 
 
 def ops(graph: Graph) -> Counter[str]:
@@ -55,12 +55,11 @@ class SmallGraph:
             program = torch.export.export(meta, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
         tensors = dict(module.state_dict())
 
-        def info(name: str) -> TensorInfo:
-            return TensorInfo(
-                name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)
-            )
+        def weight(name: str) -> WeightRef:
+            dtype = str(tensors[name].dtype).removeprefix("torch.")
+            return WeightRef.of(TensorInfo(name, dtype, tuple(tensors[name].shape)))
 
-        self.graph = _to_graph(program, meta, 1, info)
+        self.graph = _to_graph(program, meta, 1, weight, dict(meta.named_buffers()))
         canonicalize(self.graph)
         self.graph.tidy()
 

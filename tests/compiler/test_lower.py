@@ -17,6 +17,7 @@ from tapeout.compiler.lower import lower
 from tapeout.compiler.pipeline import PASSES, run_passes
 from tapeout.compiler.trace import trace
 from tapeout.model_defs.meta_model import load_meta_model
+from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS
 from tapeout.runtime.engine.program import STEP_INPUTS
@@ -134,7 +135,7 @@ def test_equal_recipes_are_one_weight(family: Callable[..., Any]) -> None:
     """Also where the model holds two parameters: only the recipe counts."""
     source = family("llama").source
     model = load_meta_model(source, "float32", "tapeout")
-    graph = trace(model, lambda name: source.checkpoint.tensors[name])
+    graph = trace(model, lambda name: WeightRef.of(source.checkpoint.tensors[name]))
     run_passes(graph, PASSES, {})
     graph.weights["lm_head.weight"] = graph.weights["model.embed_tokens.weight"]
     module = lower(graph)

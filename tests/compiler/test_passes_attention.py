@@ -31,7 +31,7 @@ def table(positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """q, k, v [1, T, H, D]"""
-    return torch.ops.tapeout.attention(q, k, v, positions, None, 0, 0.5, 0, 0.0)
+    return torch.ops.tapeout.attention(q, k, v, positions, None, None, 0, 0.5, 0, 0.0, False)
 
 
 INV_FREQ = {"inv_freq": torch.tensor([1.0, 0.1])}
@@ -171,7 +171,7 @@ class TestPageAttention:
             for index, (heads, dim) in enumerate(layers):
                 q, k = y.view(1, -1, HIDDEN // dim, dim), y[..., : heads * dim].view(1, -1, heads, dim)
                 v = k if k_and_v else k[..., :-1]
-                y = torch.ops.tapeout.attention(q, k, v, positions, None, index, 0.5, 3, 0.0).flatten(2)
+                y = torch.ops.tapeout.attention(q, k, v, positions, None, None, index, 0.5, 3, 0.0, False).flatten(2)
             return y
 
         return make(Lines(lines, w=(HIDDEN,)), x=randn(1, T, HIDDEN), positions=torch.arange(T)[None])

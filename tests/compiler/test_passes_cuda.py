@@ -44,7 +44,7 @@ class Turned:
         return ops.rope(x, self.table(table), interleaved)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return ops.attention(q, k, self.v, self.positions, None, 0, 0.5, 3, 2.0)
+        return ops.attention(q, k, self.v, self.positions, None, None, 0, 0.5, 3, 2.0, False)
 
 
 TABLES = {

@@ -328,7 +328,7 @@ class TestCases:
     @pytest.mark.parametrize("rows", [1, 4, 16])
     def test_attention_runs_on_a_step_the_engine_could_see(self, rows: int) -> None:
         head = TensorType("float32", ("T", 2, 8))
-        attrs = {"scale": 0.3, "window": 0, "softcap": 0.0}
+        attrs = {"scale": 0.3, "window": 0, "softcap": 0.0, "alibi": False}
         signature = OpSignature("paged_attention", (head, head, head), (), (head,), attrs)
         case = make_case(signature, rows, ((),), LIMITS, 0)
         step = case.step

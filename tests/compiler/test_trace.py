@@ -16,6 +16,7 @@ from tapeout.compiler.graph import run_graph
 from tapeout.compiler.pipeline import CUDA_PASSES, PASSES, expected_matches
 from tapeout.compiler.trace import INTERFACE, trace
 from tapeout.model_defs.meta_model import load_meta_model
+from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UnsupportedError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "phi3")
@@ -166,7 +167,7 @@ class TestRefused:
         with pytest.raises(
             UnsupportedError, match=r"has 2 layers but its attention was seen in layers\s+\[0\]"
         ):
-            trace(model, lambda name: source.checkpoint.tensors[name])
+            trace(model, lambda name: WeightRef.of(source.checkpoint.tensors[name]))
 
     def test_code_that_cannot_be_exported(self, family: Callable[..., Any]) -> None:
         source = family("llama").source
@@ -175,7 +176,7 @@ class TestRefused:
         with pytest.raises(
             UnsupportedError, match=r"LlamaForCausalLM \(model_type 'llama'\) cannot be traced"
         ) as caught:
-            trace(model, lambda name: source.checkpoint.tensors[name])
+            trace(model, lambda name: WeightRef.of(source.checkpoint.tensors[name]))
         assert "TAPEOUT_TRACEBACK" in caught.value.render()
 
     def test_an_attention_argument_that_is_not_known(self, family: Callable[..., Any]) -> None:
@@ -185,7 +186,7 @@ class TestRefused:
         forward = attention.forward
         attention.forward = lambda *a, **k: forward(*a, **k, alibi=torch.ones(4))
         with pytest.raises(UnsupportedError, match=r"LlamaAttention takes arguments .* \['alibi'\]"):
-            trace(model, lambda name: source.checkpoint.tensors[name])
+            trace(model, lambda name: WeightRef.of(source.checkpoint.tensors[name]))
 
 
 class _Silent(nn.Module):

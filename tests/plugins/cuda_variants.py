@@ -34,7 +34,7 @@ def signatures() -> tuple[OpSignature, ...]:
         return TensorType("bfloat16", ("T", *shape))
 
     norm: dict[str, AttrValue] = {"eps": 1e-5, "weight_offset": 0.0, "cast_before_weight": True}
-    attention: dict[str, AttrValue] = {"layer": 0, "scale": 0.1, "window": 0, "softcap": 0.0}
+    attention: dict[str, AttrValue] = {"layer": 0, "scale": 0.1, "window": 0, "softcap": 0.0, "alibi": False}
     ids, row, gain = TensorType("int32", ("T",)), act(4096), (TensorType("bfloat16", (4096,)),)
     return (
         signature("embedding", (ids,), (row,), (TensorType("bfloat16", (128256, 4096)),)),

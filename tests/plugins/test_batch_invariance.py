@@ -88,7 +88,7 @@ def test_attention_does_not_depend_on_batch_chunks_or_pages(
 ) -> None:
     """A prompt prefilled at once among others equals the prompt alone in two chunks."""
     heads, kv_heads, dim = 6, 2, 16
-    attrs = {"layer": 0, "scale": 0.25, "window": window, "softcap": 0.0}
+    attrs = {"layer": 0, "scale": 0.25, "window": window, "softcap": 0.0, "alibi": False}
     sequences = [(q, q + cached) for q, cached in others]
     place = min(place, len(sequences))
     sequences.insert(place, (length, length))

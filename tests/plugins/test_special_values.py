@@ -92,7 +92,7 @@ def test_attention_spoils_only_the_sequence_with_nan(tactic: str, kernels: Nativ
     )
     q, kv = torch.randn(8, 4, 16), torch.randn(8, 2, 16)
     kv[3, 1, 5] = torch.nan
-    attrs = {"layer": 0, "scale": 0.25, "window": 0, "softcap": 0.0, "step": step}
+    attrs = {"layer": 0, "scale": 0.25, "window": 0, "softcap": 0.0, "alibi": False, "step": step}
     out = _run("paged_attention", tactic, (q, kv, kv), (), torch.empty_like(q), kernels, **attrs)
     assert torch.isfinite(out[[0, 1, 2, 4, 5, 6, 7]]).all()
     assert torch.isfinite(out[3, :2]).all(), "query heads of the other kv head"
@@ -103,7 +103,7 @@ def test_attention_survives_huge_and_infinite_scores(kernels: NativeLibrary) -> 
     for factor in (1e4, 1e18, 1e25):
         step = example_step([(40, 40)], kv_heads=1, head_dim=8, dtype="float32")
         q, k, v = (torch.randn(40, 1, 8) for _ in range(3))
-        attrs = {"layer": 0, "scale": 1.0, "window": 0, "softcap": 0.0, "step": step}
+        attrs = {"layer": 0, "scale": 1.0, "window": 0, "softcap": 0.0, "alibi": False, "step": step}
         results = [
             _run("paged_attention", t, (q * factor, k * factor, v), (), torch.empty_like(q), kernels, **attrs)
             for t in ("aten", "native")

@@ -42,7 +42,7 @@ def test_ops_export_with_a_batch_dimension_and_dynamic_rows() -> None:
             normed, total = ops.add_rms_norm(x, x, torch.ones(32), 1e-6, 0.0, True)
             table = ops.rope_table(positions, torch.ones(4), 1.0, "float32")
             q = ops.rope(normed.unflatten(-1, (4, 8)), table, False)
-            attended = ops.attention(q, q, q, positions, None, 0, 0.3, 0, 0.0)
+            attended = ops.attention(q, q, q, positions, None, None, 0, 0.3, 0, 0.0, False)
             hidden = ops.gated_activation(ops.linear(attended.flatten(-2), torch.ones(16, 32), None), "silu")
             return ops.select_rows(torch.cat([hidden, total], -1), rows)
 
@@ -62,9 +62,10 @@ def test_attention_equals_paged_attention_over_whole_prompts(sinks: bool) -> Non
     q, k, v = torch.randn(1, 15, 4, 8), torch.randn(1, 15, 2, 8), torch.randn(1, 15, 2, 8)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     sink = torch.randn(4) if sinks else None
-    packed = torch.ops.tapeout.attention(q, k, v, positions, sink, 0, 0.35, 3, 4.0)
+    packed = torch.ops.tapeout.attention(q, k, v, positions, None, sink, 0, 0.35, 3, 4.0, False)
     paged = torch.ops.tapeout.paged_attention(
-        q, k, v, sink, step.kv_pool, step.page_table, step.cu_q[:4], step.kv_lens[:3], 0, 0.35, 3, 4.0
+        q, k, v, None, sink, step.kv_pool, step.page_table, step.cu_q[:4], step.kv_lens[:3],
+        0, 0.35, 3, 4.0, False,
     )
     torch.testing.assert_close(paged, packed, rtol=1e-6, atol=1e-6)
 
@@ -77,7 +78,7 @@ def test_attention_agrees_with_torch(window: int) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), attn_mask=mask, scale=0.4, enable_gqa=True
     ).transpose(1, 2)
-    actual = torch.ops.tapeout.attention(q, k, v, torch.arange(3, 9), None, 0, 0.4, window, 0.0)
+    actual = torch.ops.tapeout.attention(q, k, v, torch.arange(3, 9), None, None, 0, 0.4, window, 0.0, False)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -124,7 +124,7 @@ def make_program(weights: Mapping[str, np.ndarray]) -> Program:
         b.emit("rope", [q, table], [], [qr], interleaved=False)
         b.emit("rope", [k, table], [], [kr], interleaved=False)
         attended = b.buffer(f"{i}.attended", "T", HEADS, DIM)
-        attention = {"scale": DIM**-0.5, "window": 0, "softcap": 0.0}
+        attention = {"scale": DIM**-0.5, "window": 0, "softcap": 0.0, "alibi": False}
         b.emit("paged_attention", [qr, kr, v], [""], [attended], layer=i, **attention)
         projected, total = b.buffer(f"{i}.o", "T", HIDDEN), b.buffer(f"{i}.sum", "T", HIDDEN)
         flat = View(f"{i}.attended", "float32", ("T", HEADS * DIM), (HEADS * DIM, 1))
