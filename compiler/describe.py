@@ -12,6 +12,7 @@ from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import MemoryPlan
 from tapeout.compiler.targets import cuda_target
 from tapeout.model_defs import ModelSource
+from tapeout.model_defs.architecture import max_positions
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.native import source_digest
 from tapeout.plugins.registry import OPS
@@ -48,7 +49,7 @@ def describe(
         dtype=dtype,
         quantize=options.quantize,
         vocab_size=int(module.logits.shape[1]),
-        max_position_embeddings=int(config.max_position_embeddings),
+        max_position_embeddings=max_positions(config),
         checkpoint=f"{source.origin} config:{_config_digest(source)} weights:{source.checkpoint.digest()}",
     )
     tokenizer = TokenizerFacts(

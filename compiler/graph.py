@@ -80,7 +80,7 @@ class Graph:
             node = self.graph.placeholder(weight_placeholder(name))
         node.meta["weight"] = name
         with self.fake_mode:
-            node.meta["val"] = torch.empty(ref.shape, dtype=getattr(torch, ref.dtype), device="meta")
+            node.meta["val"] = torch.empty(ref.shape, dtype=getattr(torch, ref.dtype))
         self.weights[name] = ref
         return node
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tapeout.compiler.options import BuildOptions
+from tapeout.model_defs.architecture import max_positions
 from tapeout.plugins.cpu import HostCpu
 from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.runtime.engine.manifest import Limits
@@ -47,7 +48,7 @@ def resolve_limits(options: BuildOptions, config: Any) -> Limits:
 
     Raises UsageError, with all offenders, for limits the model or each other do not allow.
     """
-    most = int(config.max_position_embeddings)
+    most = max_positions(config)
     kind = target_kind(options)
     batch = options.max_batch_size or DEFAULT_MAX_BATCH_SIZE[kind]
     limits = Limits(

@@ -33,6 +33,7 @@ _VIEWS = frozenset(
         aten.reshape.default,
         aten.slice.Tensor,
         aten.transpose.int,
+        aten.expand.default,
         aten.permute.default,
         aten.unsqueeze.default,
         aten.squeeze.dim,
@@ -211,15 +212,45 @@ def _emit(state: _Lowering, node: fx.Node) -> Any:
 
 def _emit_arithmetic(state: _Lowering, node: fx.Node, args: list[Any]) -> Any:
     left, right = args
+    if node.target is aten.mul.Tensor and (scaled := _by_weight(state, left, right)) is not None:
+        return scaled
     if isinstance(left, _Tensor) and isinstance(right, _Tensor):
-        if left.meta.shape != right.meta.shape or node.target is aten.div.Tensor:
+        if node.target is aten.div.Tensor:
             return None
+        if left.meta.shape != right.meta.shape:
+            left, right = _broadcast(state, left, right)
         op = "add" if node.target is aten.add.Tensor else "mul"
         return state.emit(op, [left, right], [], {}, torch.empty_like(left.meta))
     if isinstance(left, _Tensor) and isinstance(right, (int, float)) and node.target is not aten.add.Tensor:
         factor = float(right) if node.target is aten.mul.Tensor else 1.0 / right
         return state.emit("scale", [left], [], {"factor": factor}, torch.empty_like(left.meta))
     return None
+
+
+def _by_weight(state: _Lowering, left: Any, right: Any) -> Any:
+    """A product with a vector of the checkpoint, one number a column or one for all."""
+    for x, weight in ((left, right), (right, left)):
+        if isinstance(x, _Tensor) and isinstance(weight, str) and weight in state.weights:
+            shape = state.weights[weight].shape
+            if len(shape) == 1 and shape[0] in (1, x.meta.shape[-1]):
+                return state.emit("mul_weight", [x], [weight], {}, torch.empty_like(x.meta))
+    return None
+
+
+def _broadcast(state: _Lowering, left: _Tensor, right: _Tensor) -> tuple[_Tensor, _Tensor]:
+    """Operands of one shape; kernels want rows of consecutive elements, so a repeated element is copied."""
+    shape = torch.broadcast_shapes(left.meta.shape, right.meta.shape)
+
+    def full(operand: _Tensor) -> _Tensor:
+        if operand.meta.shape == shape:
+            return operand
+        wide = operand.meta.expand(shape)
+        copied: _Tensor = state.emit(
+            "copy", [_Tensor(operand.value, wide)], [], {}, torch.empty(shape, dtype=wide.dtype, device="meta")
+        )
+        return copied
+
+    return full(left), full(right)
 
 
 def _emit_custom(state: _Lowering, node: fx.Node, name: str, args: list[Any]) -> Any:

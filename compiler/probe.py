@@ -124,9 +124,10 @@ class Probe:
         if node.target is aten.sym_size.int:
             source, dim = node.args
             return self._size(source.meta["val"].shape[dim])
-        args, kwargs = fx.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: local[n] if n in local else self._known[n]
+        args, mapped = fx.map_arg(
+            (node.args, node.kwargs), lambda n: local[n] if n in local else self._known[n]
         )
+        kwargs = dict(mapped)
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
         if kwargs.get("dtype") in _LOW_PRECISION:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -199,7 +200,7 @@ def trace(model: nn.Module, parameter: FindWeight) -> Graph:
         UnsupportedError: the code cannot be exported, or its attention is not understood.
     """
     layers = model.config.get_text_config().num_hidden_layers
-    with _recording() as recorder, _buffers_on_meta(model) as buffers:
+    with _recording() as recorder, _without_storage(model) as buffers:
         if model.config._attn_implementation == INTERFACE:
             program = _export(_Wrapper(model))
             _check_layers(model, layers, recorder.layers)
@@ -219,19 +220,33 @@ def _check_layers(model: nn.Module, layers: int, seen: list[int]) -> None:
 
 
 @contextmanager
-def _buffers_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """The model's buffers by name; while it is traced they are on the device of everything else."""
+def _without_storage(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's buffers by name; while it is traced, parameters and buffers are CPU tensors without memory.
+
+    On the meta device numbers that the code makes on the way (an index, a lowest value) would be lost.
+    """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    places = [(module, name) for module in model.modules() for name in module._buffers]
-    before = [module._buffers[name] for module, name in places]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tables = [t for module in model.modules() for t in (module._parameters, module._buffers)]
+    before = [dict(table) for table in tables]
+    fakes: dict[int, Any] = {}
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in fakes:
+            with mode:
+                empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            is_parameter = isinstance(value, nn.Parameter)
+            fakes[id(value)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        result: torch.Tensor = fakes[id(value)]
+        return result
+
     try:
-        for module, name in places:
-            buffer = module._buffers[name]
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
+        for table in tables:
+            table.update({name: None if value is None else fake(value) for name, value in table.items()})
         yield buffers
     finally:
-        for (module, name), buffer in zip(places, before, strict=True):
-            module._buffers[name] = buffer
+        for table, values in zip(tables, before, strict=True):
+            table.update(values)
 
 
 @contextmanager
@@ -245,9 +260,9 @@ def _recording() -> Iterator[_Recorder]:
 
 def _export(wrapper: _Wrapper) -> ExportedProgram:
     # Distinct tensors: export takes one tensor given twice for one input.
-    token_ids = torch.zeros(1, 7, dtype=torch.int64, device="meta")
-    positions = torch.zeros(1, 7, dtype=torch.int64, device="meta")
-    row_ids = torch.zeros(3, dtype=torch.int64, device="meta")
+    token_ids = torch.zeros(1, 7, dtype=torch.int64)
+    positions = torch.zeros(1, 7, dtype=torch.int64)
+    row_ids = torch.zeros(3, dtype=torch.int64)
     dynamic = {"token_ids": {1: Dim.DYNAMIC}, "positions": {1: Dim.DYNAMIC}, "row_ids": {0: Dim.DYNAMIC}}
     oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # T and R may be 1
     logging.getLogger("torch.export").setLevel(logging.ERROR)

@@ -11,6 +11,7 @@ from typing import Any
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+MAX_POSITIONS = 1 << 20  # where a config says nothing
 # Rope types whose inverse frequencies depend on the length of the sequence: no constant of a graph.
 _ROPE_BY_LENGTH = {"dynamic": "changes with", "longrope": "switches at"}
 
@@ -96,6 +97,14 @@ def calls_interface(config: Any) -> bool:
 
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model_class is None or hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS")
+
+
+def max_positions(config: Any) -> int:
+    """The longest sequence the model is made for; models without such a limit (ALiBi) get MAX_POSITIONS."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return MAX_POSITIONS
 
 
 def _module(model_class: Any) -> ModuleType:

@@ -101,7 +101,10 @@ class WeightRef:
         """The last two dimensions swapped."""
         if len(self.shape) < 2:
             raise UnsupportedError(f"{self.text()}: transpose needs 2 dimensions, got {list(self.shape)}")
-        return self._then(Step("transpose"), self.dtype, (*self.shape[:-2], *self.shape[:-3:-1]))
+        shape = (*self.shape[:-2], *self.shape[:-3:-1])
+        if self.steps and self.steps[-1].name == "transpose":
+            return replace(self, steps=self.steps[:-1], shape=shape)
+        return self._then(Step("transpose"), self.dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> WeightRef:
         """The same elements in another shape."""

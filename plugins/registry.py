@@ -25,6 +25,7 @@ from tapeout.plugins import (
     moe_experts,
     moe_router,
     mul,
+    mul_weight,
     norm_linear,
     paged_attention,
     rms_norm,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _FOLDERS = (
     activation, add, add_rms_norm, attention, causal_mask, copy, embedding, gated_activation, layer_norm, linear,
-    linear_add, linear_int8, moe_experts, moe_router, mul, norm_linear, paged_attention, rms_norm, rope, rope_attention, rope_table, scale,
+    linear_add, linear_int8, moe_experts, moe_router, mul, mul_weight, norm_linear, paged_attention, rms_norm, rope, rope_attention, rope_table, scale,
     select_rows, xielu,
 )  # fmt: skip
 

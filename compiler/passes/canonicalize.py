@@ -96,9 +96,11 @@ def canonicalize_nodes(graph: fx.Graph) -> int:
                 graph.erase_node(node)
                 changed = True
                 continue
+            if node.target is aten.broadcast_to.default:
+                node.target = aten.expand.default
             if node.target in _CASTS:
                 _normalize_cast(node)
-            elif node.target in _RESHAPES:
+            elif node.target in _RESHAPES or _has_computed_size(node):
                 _normalize_reshape(node)
             elif node.target in _IN_PLACE:
                 _normalize_in_place(node)
@@ -138,6 +140,13 @@ def _normalize_reshape(node: fx.Node) -> None:
     sizes = [s if isinstance(s, int) else -1 for s in node.meta["val"].shape]
     if sizes.count(-1) <= 1:
         node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], sizes), {}
+
+
+def _has_computed_size(node: fx.Node) -> bool:
+    """A view whose size is arithmetic on the number of rows, such as the least of it and a limit."""
+    if node.target not in {aten.view.default, aten.reshape.default}:
+        return False
+    return any(isinstance(s, fx.Node) and s.target is not aten.sym_size.int for s in node.args[1])
 
 
 def _normalize_in_place(node: fx.Node) -> None:

@@ -1,4 +1,4 @@
-"""Fold scalar constants (embedding scales and the like) into the graph as numbers."""
+"""Fold small constants into the graph: numbers (embedding scales and the like) and lists of indices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tapeout.compiler.graph import Graph, aten
 
 
 def fold_scalars(graph: Graph) -> int:
-    """Replace 0-d constant weights, also behind a cast, by Python numbers; returns how many uses."""
-    count = 0
+    """Replace 0-d constant weights, also behind a cast, by Python numbers, and constant index lists by
+    slices; returns how many uses."""
+    count = sum(_slice(graph, node) for node in graph.nodes(aten.index.Tensor))
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in {
             aten.mul.Tensor,
@@ -25,6 +26,23 @@ def fold_scalars(graph: Graph) -> int:
                 node.update_arg(index, value)
                 count += 1
     return count
+
+
+def _slice(graph: Graph, node: fx.Node) -> bool:
+    """`x[..., [a, b, c]]` of consecutive constant indices becomes a slice."""
+    x, indices = node.args
+    if any(i is not None for i in indices[:-1]) or graph.weight_name(indices[-1]) not in graph.constants:
+        return False
+    values = graph.constants[str(graph.weight_name(indices[-1]))]
+    dim = len(indices) - 1
+    size = x.meta["val"].shape[dim]
+    if values.ndim != 1 or values.dtype.kind != "i" or not isinstance(size, int):
+        return False
+    first = int(values[0]) % size
+    if [int(v) % size for v in values] != list(range(first, first + len(values))):
+        return False
+    node.replace_all_uses_with(graph.call(node, aten.slice.Tensor, x, dim, first, first + len(values)))
+    return True
 
 
 def _scalar(graph: Graph, node: object) -> float | None:

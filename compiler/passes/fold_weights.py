@@ -102,6 +102,7 @@ def _cast(ref: WeightRef, node: fx.Node) -> WeightRef | None:
 
 _RULES: dict[object, Callable[[WeightRef, fx.Node], WeightRef | None]] = {
     aten.t.default: _transposed,
+    aten.numpy_T.default: _transposed,
     aten.transpose.int: _transposed,
     aten.permute.default: _permuted,
     aten.slice.Tensor: _sliced,

@@ -26,21 +26,25 @@ def fuse_layer_norm(graph: Graph) -> int:
             continue
         if weight is None:
             weight = graph.add_constant("layer_norm.ones", np.ones(int(shape(x)[-1]), np.float32))
-        node.replace_all_uses_with(
-            graph.call(node, torch.ops.tapeout.layer_norm.default, x, weight, bias, float(eps))
-        )
+        node.replace_all_uses_with(_norm(graph, node, x, weight, bias, float(eps)))
         count += 1
     for match in find(graph.graph, _pattern(_model_dtype(graph))):
         x, weight = match.inputs
         (out,) = match.outputs
         if graph.weight_name(weight) is None or len(shape(weight)) != 1:
             continue
-        eps = float(match.literals["eps"])
-        out.replace_all_uses_with(
-            graph.call(out, torch.ops.tapeout.layer_norm.default, x, weight, None, eps)
-        )
+        out.replace_all_uses_with(_norm(graph, out, x, weight, None, float(match.literals["eps"])))
         count += 1
     return count
+
+
+def _norm(graph: Graph, out: fx.Node, x: fx.Node, *arguments: object) -> fx.Node:
+    """The fused op; on [1, H, T, D] it works on the transposed tensor, where rows lead."""
+    op, sizes = torch.ops.tapeout.layer_norm.default, shape(x)
+    if len(sizes) != 4 or isinstance(sizes[2], int):
+        return graph.call(out, op, x, *arguments)
+    norm = graph.call(out, op, graph.call(out, aten.transpose.int, x, 1, 2), *arguments)
+    return graph.call(out, aten.transpose.int, norm, 1, 2)
 
 
 def _model_dtype(graph: Graph) -> torch.dtype:

@@ -27,10 +27,10 @@ def page_attention(graph: Graph) -> int:
         return 0
     kv_heads, head_dim = _cache_shape(calls)
     pool_shape = (2, graph.attention_layers, 2, kv_heads, 4, head_dim)
-    pool = torch.empty(pool_shape, dtype=dtype(calls[0].args[1]), device="meta")
+    pool = torch.empty(pool_shape, dtype=dtype(calls[0].args[1]))
     step = [graph.add_input("kv_pool", pool)]
     for name, example_shape in (("page_table", (2, 3)), ("cu_q", (3,)), ("kv_lens", (2,))):
-        step.append(graph.add_input(name, torch.empty(example_shape, dtype=torch.int32, device="meta")))
+        step.append(graph.add_input(name, torch.empty(example_shape, dtype=torch.int32)))
     for call in calls:
         q, k, v, _, slopes, sinks, *attrs = call.args
         operands = (q, k, v, slopes, sinks)

@@ -31,7 +31,6 @@ def recognize_activations(graph: Graph) -> int:
     count = 0
     done: set[fx.Node] = set()
     weights = {n for n in graph.graph.find_nodes(op="placeholder") if graph.weight_name(n) is not None}
-    weights |= {n for n in graph.graph.nodes if n.op == "call_function" and n.args and weights.issuperset(n.all_input_nodes)}
     for node in reversed(list(graph.graph.nodes)):
         if node in done or node.target not in _ELEMENTWISE or not node.users:
             continue

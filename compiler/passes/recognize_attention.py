@@ -21,7 +21,9 @@ _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 _THROUGH = frozenset({aten.to.dtype, aten.view.default, aten.reshape.default})
 _MASK = torch.ops.tapeout.causal_mask.default
 _HIDDEN = -1e30  # what a mask adds is below, what ALiBi adds is above
-_ROWS = 1_100  # a window that is made of constants must be smaller
+# Rows that scores are tried with: a window that is made of constants must be smaller. Fewer where a table
+# of constants ends before.
+_ROWS = (1_100, 256, 64)
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ def recognize_attention(graph: Graph) -> int:
             node.op == "call_function" and node.target not in _PRODUCTS and known.issuperset(node.all_input_nodes)
         ):
             known.add(node)
-    probe = Probe(graph, torch.arange(_ROWS))
+    probes = [Probe(graph, torch.arange(rows)) for rows in _ROWS]
     for layer, softmax in enumerate(sorted(softmaxes)):
-        _replace(graph, softmax, layer, known, probe)
+        _replace(graph, softmax, layer, known, probes)
     return len(softmaxes)
 
 
@@ -70,7 +72,7 @@ def _split_baddbmm(graph: Graph) -> None:
         graph.graph.erase_node(node)
 
 
-def _replace(graph: Graph, softmax: fx.Node, layer: int, known: set[fx.Node], probe: Probe) -> None:
+def _replace(graph: Graph, softmax: fx.Node, layer: int, known: set[fx.Node], probes: list[Probe]) -> None:
     regions = regions_above([softmax.args[0]], known, lambda n: n.target not in _PRODUCTS)
     products = [r.source for r in regions if r.source.target in _PRODUCTS]
     if softmax.args[0].target in _PRODUCTS:
@@ -79,7 +81,7 @@ def _replace(graph: Graph, softmax: fx.Node, layer: int, known: set[fx.Node], pr
     if not products or weighted is None:
         raise _unknown(softmax, "is not made of one product of queries with keys")
     product = products[0]
-    scores = _scores(softmax, product, probe)
+    scores = _scores(softmax, product, probes)
     q, k, v = product.args[0], product.args[1], weighted.args[1]
     slopes = None
     if scores.slopes is not None:
@@ -118,16 +120,27 @@ def _rows(graph: Graph, before: fx.Node, node: fx.Node, *, turned: bool) -> fx.N
     return graph.call(before, aten.transpose.int, node, 1, 2)
 
 
-def _scores(softmax: fx.Node, product: fx.Node, probe: Probe) -> _Scores:
-    """What happens to the product, read off its values for products of 0 and of 1."""
-    zero = torch.zeros(probe.shape(product))
-    try:
-        bias = probe.value(softmax.args[0], {product: zero}).float()
-        scaled = probe.value(softmax.args[0], {product: zero + 1}).float()
-    except (LookupError, RuntimeError) as error:
-        raise _unknown(softmax, f"adds something to its scores that cannot be computed ({error})") from None
-    bias, scaled = (t.reshape(-1, *t.shape[-2:]) for t in (bias, scaled))
-    row, column = torch.arange(_ROWS)[:, None], torch.arange(_ROWS)[None]
+def _tried(
+    softmax: fx.Node, product: fx.Node, probes: list[Probe]
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The softmax's input `[H or 1, rows, rows]` for products of 0 and of 1, and the number of rows."""
+    problem: Exception | None = None
+    for probe in probes:
+        zero = torch.zeros(probe.shape(product))
+        try:
+            values = (probe.value(softmax.args[0], {product: zero + i}).float() for i in range(2))
+            bias, scaled = (t.reshape(-1, *t.shape[-2:]) for t in values)
+        except (LookupError, RuntimeError) as error:
+            problem = error
+        else:
+            return bias, scaled, probe.rows
+    raise _unknown(softmax, f"adds something to its scores that cannot be computed ({problem})")
+
+
+def _scores(softmax: fx.Node, product: fx.Node, probes: list[Probe]) -> _Scores:
+    """What happens to the product."""
+    bias, scaled, rows = _tried(softmax, product, probes)
+    row, column = torch.arange(rows)[:, None], torch.arange(rows)[None]
     visible = bias[0] > _HIDDEN
     window = int(visible[-1].sum())
     expected = (column <= row) & (column > row - window)
@@ -143,7 +156,7 @@ def _scores(softmax: fx.Node, product: fx.Node, probe: Probe) -> _Scores:
         relative, torch.where(expected, slopes[:, None, None] * (row - column), 0), rtol=1e-2, atol=1e-2
     ):
         raise _unknown(softmax, "has a bias that is not linear in the distance")
-    return _Scores(_exact(scale), 0 if window == _ROWS else window, -slopes if bool(slopes.any()) else None)
+    return _Scores(_exact(scale), 0 if window == rows else window, -slopes if bool(slopes.any()) else None)
 
 
 def _exact(scale: float) -> float:
