@@ -78,9 +78,10 @@ def describe(
 def kv_cache_layout(module: Module) -> KvCacheLayout:
     """The cache the module's attention ops share."""
     calls = [n for n in module.nodes if OPS[n.op].reads_cache]
-    k = calls[0].inputs[1]
-    dtype = module.values()[k.value].dtype
-    return KvCacheLayout(layers=len(calls), kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), dtype=dtype)
+    first = calls[0]
+    dtype = module.values()[first.inputs[1].value].dtype
+    kv_heads, head_dim = OPS[first.op].cache_shape([o.shape for o in first.inputs])
+    return KvCacheLayout(layers=len(calls), kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
 
 
 def texts_of(source: ModelSource, module: Module) -> dict[str, bytes]:

@@ -68,7 +68,7 @@ def lower_model(
         if target_kind(options) == "cuda":
             triton_version()  # without the kernels' compiler there is no point in tracing
     with stages("trace", f"{source.config.model_type}, {dtype}"):
-        graph, find_weight = trace_source(source, dtype)
+        graph, find_weight = trace_source(source, dtype, limits.max_seq_len)
     with stages("passes") as stage:
         passes = passes_for(options)
         expected = expected_matches(source.config, passes)
@@ -78,9 +78,15 @@ def lower_model(
     return Lowered(source, graph, find_weight, module, limits, dtype, matches)
 
 
-def trace_source(source: ModelSource, dtype: str) -> tuple[Graph, FindWeight]:
-    """Trace a model after checking its checkpoint; also gives the recipe that fills a parameter."""
-    model = load_meta_model(source, dtype, INTERFACE if calls_interface(source.config) else "eager")
+def trace_source(
+    source: ModelSource, dtype: str, max_seq_len: int | None = None
+) -> tuple[Graph, FindWeight]:
+    """Trace a model after checking its checkpoint; also gives the recipe that fills a parameter.
+
+    `max_seq_len`: see `load_meta_model`.
+    """
+    implementation = INTERFACE if calls_interface(source.config) else "eager"
+    model = load_meta_model(source, dtype, implementation, max_seq_len)
     expected, tied = expected_tensors(model)
     tensors = source.checkpoint.tensors
     recipes = converted(model, tensors, expected)

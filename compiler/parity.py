@@ -81,9 +81,9 @@ def compare(source: ModelSource, engine_path: Path, weight: FindWeight) -> Parit
     finally:
         engine.close()
     _check_sane(logits)
-    reference = _reference_logits(source, "float32", tokens, prompt, weight)
+    reference = _reference_logits(source, "float32", tokens, prompt, weight, limits.max_seq_len)
     lower = (
-        None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, weight)
+        None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, weight, limits.max_seq_len)
     )
     cases = {"prompts": len(tokens), "prefill_tokens": prompt, "decode_tokens": total - prompt}
     return _judge(logits, reference, lower, facts, cases)
@@ -164,10 +164,15 @@ def _check_sane(logits: np.ndarray) -> None:
 
 
 def _reference_logits(
-    source: ModelSource, dtype: str, tokens: np.ndarray, prompt: int, weight: FindWeight
+    source: ModelSource,
+    dtype: str,
+    tokens: np.ndarray,
+    prompt: int,
+    weight: FindWeight,
+    max_seq_len: int,
 ) -> np.ndarray:
     """HF's logits at the same positions, whole sequences at once, weights streamed."""
-    model = load_meta_model(source, dtype, "eager")
+    model = load_meta_model(source, dtype, "eager", max_seq_len)
     _stream_weights(model, source, weight)
     ids = torch.from_numpy(tokens.astype(np.int64))
     keep = torch.arange(prompt - 1, tokens.shape[1])

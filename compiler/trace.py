@@ -50,6 +50,7 @@ class _Recorder:
 
     positions: torch.Tensor | None = None
     layers: list[int] = field(default_factory=list)
+    cached: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 _active: list[_Recorder] = []
@@ -71,8 +72,9 @@ class _NoCache:
         return q_length, 0
 
     def update(
-        self, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+        self, k: torch.Tensor, v: torch.Tensor, layer_idx: int = 0, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        _active[-1].cached[layer_idx] = k, v
         return k, v
 
 
@@ -106,11 +108,12 @@ def _attention_interface(
         raise UnsupportedError(
             f"attention of {type(module).__name__} takes arguments that are not known: {unknown}"
         )
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+    latents = hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")
+    if not latents and not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         sizes = [x.shape[-1] for x in (query, key, value)]
         raise UnsupportedError(
             f"attention of {type(module).__name__} has heads of sizes {sizes} for queries, keys and values",
-            hint="attention whose heads differ in size (multi-head latent attention) is not supported yet",
+            hint="heads that differ in size are supported where the cache holds latents",
         )
     if isinstance(attention_mask, UnsupportedError):
         raise attention_mask
@@ -126,6 +129,10 @@ def _attention_interface(
     recorder = _active[-1]
     assert recorder.positions is not None
     recorder.layers.append(int(module.layer_idx))
+    if latents:
+        if softcap or s_aux is not None:
+            raise UnsupportedError(f"attention of {type(module).__name__} over latents has a softcap or sinks")
+        return _over_latents(module, query, value, scaling, attention_mask.window), None
     out = torch.ops.tapeout.attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -140,6 +147,40 @@ def _attention_interface(
         False,
     )
     return out, None
+
+
+def _over_latents(
+    module: nn.Module, query: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int
+) -> torch.Tensor:
+    """Multi-head latent attention: what the module gave to its cache is attended over as it is.
+
+    `kv_b_proj` would make every head's keys and values of the latents; queries and results go through it
+    instead. q `[1, H, T, N + P]` -> `[1, T, H, V]`.
+    """
+    recorder = _active[-1]
+    latent, k_rot = recorder.cached[int(module.layer_idx)]
+    heads, rotary = query.shape[1], k_rot.shape[-1]
+    nope, weight = query.shape[-1] - rotary, module.kv_b_proj.weight
+    if module.kv_b_proj.bias is not None or weight.shape[0] != heads * (nope + value.shape[-1]):
+        raise UnsupportedError(
+            f"attention of {type(module).__name__} expands its latents by more than one matrix: "
+            f"kv_b_proj is {list(weight.shape)}, queries {list(query.shape)}, values {list(value.shape)}"
+        )
+    up = weight.view(heads, nope + value.shape[-1], weight.shape[1])
+    rows = query.transpose(1, 2)
+    out: torch.Tensor = torch.ops.tapeout.latent_attention(
+        rows[..., :nope],
+        rows[..., nope:],
+        latent[:, 0],
+        k_rot[:, 0],
+        recorder.positions,
+        up[:, :nope],
+        up[:, nope:],
+        int(module.layer_idx),
+        float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        window,
+    )
+    return out
 
 
 def _written_mask(

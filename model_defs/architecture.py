@@ -12,8 +12,8 @@ from tapeout.plugins.errors import UnsupportedError, UsageError
 
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 MAX_POSITIONS = 1 << 20  # where a config says nothing
-# Rope types whose inverse frequencies depend on the length of the sequence: no constant of a graph.
-_ROPE_BY_LENGTH = {"dynamic": "changes with", "longrope": "switches at"}
+#: Rope types whose frequencies follow the length of the sequence; an engine has those of its longest one.
+ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def check_supported(config: Any, where: str | Path, *, trust_remote_code: bool) -> None:
@@ -120,7 +120,7 @@ def _can_be_an_encoder(model_class: Any) -> bool:
 
 
 def _rope_reasons(config: Any, model_class: Any) -> list[str]:
-    """Rope types without constant frequencies or unknown to transformers."""
+    """Rope types that transformers does not know."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config, "rope_parameters", None)
@@ -134,13 +134,8 @@ def _rope_reasons(config: Any, model_class: Any) -> list[str]:
         if rope_type == "default":
             continue
         if not isinstance(rope_type, str) or rope_type not in ROPE_INIT_FUNCTIONS:
-            known = sorted({"default", *ROPE_INIT_FUNCTIONS} - _ROPE_BY_LENGTH.keys())
+            known = sorted({"default", *ROPE_INIT_FUNCTIONS})
             reasons.append(f"{key}: rope_type {rope_type!r} is unknown, expected one of {', '.join(known)}")
-        elif rope_type in _ROPE_BY_LENGTH:
-            reasons.append(
-                f"{key}: rope_type {rope_type!r} {_ROPE_BY_LENGTH[rope_type]} the length of the sequence; "
-                "only constant frequencies are supported"
-            )
     return reasons
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from tapeout.model_defs.architecture import ROPE_BY_LENGTH, max_positions
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from tapeout.model_defs.source import ModelSource
 
 
-def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implementation: str) -> nn.Module:
+def load_meta_model(
+    source: ModelSource,
+    dtype: str | torch.dtype,
+    attn_implementation: str,
+    max_seq_len: int | None = None,
+) -> nn.Module:
     """The source's causal LM with every parameter on the meta device, in eval mode.
 
     Non-persistent buffers (inverse frequencies, embedding scales) are real and on the CPU: no
@@ -24,6 +30,8 @@ def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implemen
     Args:
         dtype: of the parameters, `float32`, `bfloat16`, `float16` or a torch dtype.
         attn_implementation: a name registered with HF's AttentionInterface, or `eager` / `sdpa`.
+        max_seq_len: longest sequence to come; rotary frequencies that depend on the length are those of
+            this one (None: of the longest the model is made for).
 
     Errors: UnsupportedError when HF's code cannot build the model from its config or leaves a
     buffer without a value.
@@ -47,6 +55,7 @@ def load_meta_model(source: ModelSource, dtype: str | torch.dtype, attn_implemen
             hint="check config.json against the model's original one",
         ) from error
     _fill_non_persistent_buffers(model)
+    _fix_frequencies(model, max_seq_len or max_positions(config.get_text_config()))
     return model.eval()
 
 
@@ -95,6 +104,30 @@ def _fill_non_persistent_buffers(model: nn.Module) -> None:
             f"{type(model).__name__} has buffers that are in no checkpoint and that transformers does not "
             f"recompute on the meta device: {', '.join(unset)}"
         )
+
+
+def _fix_frequencies(model: nn.Module, max_seq_len: int) -> None:
+    """Choose once what transformers chooses in every forward pass by the longest position in the batch.
+
+    longrope: short factors up to the original context, long ones beyond. dynamic: up to the model's own
+    length the frequencies it begins with.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer_type, kind in by_layer.items():
+            prefix = "" if layer_type is None else f"{layer_type}_"
+            if kind == "longrope":
+                given = {} if layer_type is None else {"layer_type": layer_type}
+                inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu", seq_len=max_seq_len, **given)
+                setattr(module, f"{prefix}inv_freq", inv_freq)
+                setattr(module, f"{prefix}attention_scaling", scaling)
+            if kind in ROPE_BY_LENGTH:
+                by_layer[layer_type] = "default"
+        if isinstance(kinds, str):
+            module.rope_type = by_layer[None]
 
 
 def _is_unset(buffer: torch.Tensor) -> bool:

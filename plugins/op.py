@@ -29,6 +29,8 @@ class OpSchema:
         outputs: results, in order.
         attrs: attribute name to its type (int, float, str or bool).
         step_inputs: step tensors the op reads beside its inputs (see `StepState`).
+        latents: inputs that together are what the cache holds of a token, half of it in the place of the key
+            and half in that of the value; () for ops that cache keys and values.
         weights_if: optional weight (without "?") to the bool attribute that says whether it is there.
     """
 
@@ -39,11 +41,18 @@ class OpSchema:
     attrs: Mapping[str, type] = field(default_factory=dict)
     step_inputs: tuple[str, ...] = ()
     weights_if: Mapping[str, str] = field(default_factory=dict)
+    latents: tuple[int, ...] = ()
 
     @property
     def reads_cache(self) -> bool:
         """The op attends over the KV cache and writes it: rows belong to sequences, q, k, v come first."""
         return "kv_pool" in self.step_inputs
+
+    def cache_shape(self, inputs: Sequence[Sequence[int | str]]) -> tuple[int, int]:
+        """(kv heads, head dim) of the cache of an op that reads it, by the shapes of its inputs."""
+        if self.latents:
+            return 1, sum(int(inputs[i][-1]) for i in self.latents) // 2
+        return int(inputs[1][-2]), int(inputs[1][-1])
 
     def place_weights(self, given: Sequence[W], attrs: Mapping[str, AttrValue]) -> tuple[W | None, ...]:
         """One entry for each of `weights`, None where an optional one is absent.

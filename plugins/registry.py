@@ -18,6 +18,7 @@ from tapeout.plugins import (
     copy,
     embedding,
     gated_activation,
+    latent_attention,
     layer_norm,
     linear,
     linear_add,
@@ -28,6 +29,7 @@ from tapeout.plugins import (
     mul_weight,
     norm_linear,
     paged_attention,
+    paged_latent_attention,
     rms_norm,
     rope,
     rope_attention,
@@ -44,15 +46,15 @@ if TYPE_CHECKING:
     from tapeout.plugins.cuda import CudaTactic
 
 _FOLDERS = (
-    activation, add, add_rms_norm, attention, causal_mask, copy, embedding, gated_activation, layer_norm, linear,
-    linear_add, linear_int8, moe_experts, moe_router, mul, mul_weight, norm_linear, paged_attention, rms_norm, rope, rope_attention, rope_table, scale,
+    activation, add, add_rms_norm, attention, causal_mask, copy, embedding, gated_activation, latent_attention, layer_norm, linear,
+    linear_add, linear_int8, moe_experts, moe_router, mul, mul_weight, norm_linear, paged_attention, paged_latent_attention, rms_norm, rope, rope_attention, rope_table, scale,
     select_rows, xielu,
 )  # fmt: skip
 
 OPS: Mapping[str, OpSchema] = MappingProxyType({folder.SCHEMA.name: folder.SCHEMA for folder in _FOLDERS})
 
 #: Ops that exist only in traced graphs: no target runs them.
-TRACE_ONLY_OPS = frozenset({"attention", "causal_mask"})
+TRACE_ONLY_OPS = frozenset({"attention", "causal_mask", "latent_attention"})
 
 #: Ops that are fused for CUDA targets alone: on a CPU they have the baseline, which checks use.
 CUDA_FUSED_OPS = frozenset({"linear_add", "norm_linear", "rope_attention"})

@@ -196,6 +196,35 @@ def _cat_with_nothing(node: fx.Node) -> fx.Node | None:
     return tensors[0] if len(tensors) == 1 and _same_type(node, tensors[0]) else None
 
 
+def _slice_of_cat(node: fx.Node) -> fx.Node | None:
+    """A slice of a concatenation that is exactly one of its parts; transposes between are looked through."""
+    if node.target is not aten.slice.Tensor or (len(node.args) > 4 and node.args[4] != 1):
+        return None
+    between, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    rank = len(node.meta["val"].shape)
+    cat = between
+    if between.target is aten.transpose.int and int(dim) % rank == rank - 1:
+        cat = between.args[0]
+        if (rank - 1) in {int(d) % rank for d in between.args[1:3]}:
+            return None
+    if cat.target is not aten.cat.default or (cat.args[1] if len(cat.args) > 1 else 0) % rank != int(dim) % rank:
+        return None
+    start = 0
+    for part in cat.args[0]:
+        stop = start + part.meta["val"].shape[dim]
+        end = node.args[3] if len(node.args) > 3 else None
+        last = part is cat.args[0][-1] and (end is None or (isinstance(end, int) and end >= _INT_MAX))
+        if (node.args[2] or 0) == start and (last or end == stop):
+            if cat is between:
+                return part
+            with node.graph.inserting_before(node):
+                turned = node.graph.call_function(aten.transpose.int, (part, *between.args[1:]))
+            turned.meta["val"] = node.meta["val"]
+            return turned
+        start = stop
+    return None
+
+
 def _transpose_pair(node: fx.Node) -> fx.Node | None:
     inner = node.args[0]
     if (
@@ -228,5 +257,6 @@ _RULES: tuple[Callable[[fx.Node], fx.Node | None], ...] = (
     _there_and_back,
     _full_slice,
     _cat_with_nothing,
+    _slice_of_cat,
     _transpose_pair,
 )

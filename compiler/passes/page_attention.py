@@ -11,10 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from tapeout.compiler.graph import Graph, dtype, shape
+from tapeout.compiler.graph import Graph, custom_name, dtype, shape
 from tapeout.plugins.errors import UnsupportedError
+from tapeout.plugins.registry import OPS
 
 STEP_TENSORS = ("kv_pool", "page_table", "cu_q", "kv_lens")
+
+
+_LONG = {"k": "keys", "v": "values"}
+_PAGED = {
+    torch.ops.tapeout.attention.default: torch.ops.tapeout.paged_attention.default,
+    torch.ops.tapeout.latent_attention.default: torch.ops.tapeout.paged_latent_attention.default,
+}
 
 
 def page_attention(graph: Graph) -> int:
@@ -22,7 +30,7 @@ def page_attention(graph: Graph) -> int:
 
     Raises UnsupportedError when layers keep keys or values of different shapes: all share one pool.
     """
-    calls = graph.nodes(torch.ops.tapeout.attention.default)
+    calls = sorted(n for target in _PAGED for n in graph.nodes(target))
     if not calls:
         return 0
     kv_heads, head_dim = _cache_shape(calls)
@@ -32,9 +40,10 @@ def page_attention(graph: Graph) -> int:
     for name, example_shape in (("page_table", (2, 3)), ("cu_q", (3,)), ("kv_lens", (2,))):
         step.append(graph.add_input(name, torch.empty(example_shape, dtype=torch.int32)))
     for call in calls:
-        q, k, v, _, slopes, sinks, *attrs = call.args
-        operands = (q, k, v, slopes, sinks)
-        paged = graph.call(call, torch.ops.tapeout.paged_attention.default, *operands, *step, *attrs)
+        schema = OPS[str(custom_name(call))]
+        inputs, rest = call.args[: len(schema.inputs) - 1], call.args[len(schema.inputs) :]
+        weights, attrs = rest[: len(schema.weights)], rest[len(schema.weights) :]
+        paged = graph.call(call, _PAGED[call.target], *inputs, *weights, *step, *attrs)
         call.replace_all_uses_with(paged)
         graph.graph.erase_node(call)
     return len(calls)
@@ -43,17 +52,29 @@ def page_attention(graph: Graph) -> int:
 def _cache_shape(calls: Sequence[fx.Node]) -> tuple[int, int]:
     """(kv heads, head dim) of keys and values, the same in every layer."""
     found: dict[str, list[int]] = {}
+    shapes = set()
     for call in calls:
-        _, k, v, _, _, _, layer, *_ = call.args
-        text = f"keys {[int(s) for s in shape(k)[-2:]]}, values {[int(s) for s in shape(v)[-2:]]}"
-        found.setdefault(text, []).append(layer)
-    k, v = calls[0].args[1:3]
-    if len(found) > 1 or shape(k)[-2:] != shape(v)[-2:]:
+        paged = OPS[f"paged_{custom_name(call)}"]
+        inputs = [shape(n) for n in call.args[: len(paged.inputs)]]
+        cached = paged.cache_shape(inputs)
+        shapes.add(cached)
+        if not paged.latents and inputs[1][-2:] != inputs[2][-2:]:
+            shapes.add(paged.cache_shape([inputs[0], inputs[2]]))
+        names = [paged.inputs[i] for i in paged.latents or (1, 2)]
+        parts = [[int(s) for s in inputs[i][-2 + bool(paged.latents) :]] for i in paged.latents or (1, 2)]
+        text = ", ".join(f"{_LONG.get(n, n)} {part}" for n, part in zip(names, parts, strict=True))
+        found.setdefault(text, []).append(int(call.args[_layer_at(call)]))
+    if len(shapes) > 1:
         lines = "".join(f"\n  {text} in layers {layers}" for text, layers in found.items())
         raise UnsupportedError(
             "the KV cache needs one shape (kv heads, head dim) for keys and values of all layers, "
             f"found:{lines}",
             hint="models whose layers differ in kv heads or head dim are not supported yet",
         )
-    kv_heads, head_dim = (int(s) for s in shape(k)[-2:])
-    return kv_heads, head_dim
+    return shapes.pop()
+
+
+def _layer_at(call: fx.Node) -> int:
+    """Where the attribute `layer` stands among a call's arguments."""
+    schema = OPS[str(custom_name(call))]
+    return len(schema.inputs) + len(schema.weights) + list(schema.attrs).index("layer")

@@ -124,8 +124,8 @@ def _step_state(signature: OpSignature, rows: int, limits: Limits, generator: to
 def _cache_shape(signature: OpSignature) -> tuple[int, int, torch.dtype]:
     if not OPS[signature.op].reads_cache:
         return 1, 1, torch.float32
-    k = signature.inputs[1]
-    return int(k.shape[1]), int(k.shape[2]), _dtype(k)
+    shape = OPS[signature.op].cache_shape([t.shape for t in signature.inputs])
+    return *shape, _dtype(signature.inputs[1])
 
 
 def _sized(type_: TensorType, rows: int) -> list[int]:
