@@ -102,6 +102,8 @@ def _spread(module_name: str, module: nn.Module, config: Any) -> None:
             parameter.copy_(0.1 * spread)
         elif isinstance(module, nn.Embedding):
             parameter.copy_(spread * _embedding_spread(config))
+            if module.padding_idx is not None:
+                parameter[module.padding_idx] = 0  # as transformers does to some families' when it loads them
         else:
             parameter.copy_(spread * 2 / _inputs(module, parameter) ** 0.5)
 

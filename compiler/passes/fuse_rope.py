@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from tapeout.compiler.graph import Graph, aten, dtype, to_numpy
+from tapeout.compiler.graph import Graph, aten, dtype, shape, to_numpy
 from tapeout.compiler.probe import Probe, Region, known_nodes, regions_above
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.rope.reference import rope
@@ -38,6 +38,7 @@ class _Rotation:
     inv_freq: torch.Tensor  # [rotary_dim / 2] float32
     scaling: float
     interleaved: bool
+    split: bool = False  # the first elements of all pairs come before all the second ones afterwards
 
 
 def fuse_rope(graph: Graph) -> int:
@@ -83,13 +84,14 @@ def _ends(graph: Graph, known: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _rows_axis(region: Region) -> int | None:
     """The axis of rows when source and sink are heads `[1, H, T, D]` or `[1, T, H, D]` of one shape."""
-    axes = set()
-    for node in (region.source, region.sinks[0]):
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.is_complex():
-            return None
-        axes.add(tuple(i for i, s in enumerate(value.shape) if not isinstance(s, int)))
-    if axes not in ({(1,)}, {(2,)}) or region.source.meta["val"].shape[-1] != region.sinks[0].meta["val"].shape[-1]:
+    source, sink = (node.meta.get("val") for node in (region.source, region.sinks[0]))
+    if not isinstance(source, torch.Tensor) or not isinstance(sink, torch.Tensor) or source.is_complex():
+        return None
+    shapes = [tuple(t.shape) for t in (source, sink)]
+    if source.dim() == 3:  # the one head of latent attention, before it is called a head
+        shapes[0] = (shapes[0][0], 1, *shapes[0][1:])
+    axes = {tuple(i for i, s in enumerate(sizes) if not isinstance(s, int)) for sizes in shapes}
+    if [len(s) for s in shapes] != [4, 4] or axes not in ({(1,)}, {(2,)}) or shapes[0][3] != shapes[1][3]:
         return None
     return int(axes.pop()[0])
 
@@ -107,6 +109,7 @@ def _rotation(
             continue  # a table that ends before the last position
         except (LookupError, RuntimeError):
             return None
+        x = x.unsqueeze(1) if x.dim() == 3 else x
         if y.shape != x.shape:
             return None
         rows, turned = (t.transpose(1, 2)[0] if axis == 2 else t[0] for t in (x, y.float()))
@@ -142,13 +145,21 @@ def _fit(
         turned = 2 * inv_freq.shape[0]
         if not last <= turned <= x.shape[-1]:
             continue
-        scaling = float((y[0, :, :turned] * x[0, :, :turned]).sum() / x[0, :, :turned].square().sum())
+        # Position 0 turns nothing, whatever becomes of the order: the lengths show the scaling.
+        scaling = float((y[0, :, :turned].square().sum() / x[0, :, :turned].square().sum()).sqrt())
         for sign in (1, -1):
             table = rope_table(positions, sign * inv_freq, scaling, "float32")
             for interleaved in (False, True):
-                if torch.allclose(rope(x, table, interleaved), y, rtol=_TOLERANCE, atol=_TOLERANCE * scaling):
-                    return _Rotation(sign * inv_freq, _rounded(scaling), interleaved)
+                turned_x = rope(x, table, interleaved)
+                for split in {False, interleaved and turned == x.shape[-1]}:
+                    got = _split_pairs(turned_x) if split else turned_x
+                    if torch.allclose(got, y, rtol=_TOLERANCE, atol=_TOLERANCE * scaling):
+                        return _Rotation(sign * inv_freq, _rounded(scaling), interleaved, split)
     return None
+
+
+def _split_pairs(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 def _geometric(
@@ -175,6 +186,8 @@ def _replace(
     graph: Graph, region: Region, axis: int, rotation: _Rotation, tables: dict[tuple[object, ...], fx.Node]
 ) -> None:
     x, sink = _before_widening(region.source), region.sinks[0]
+    if x.meta["val"].dim() == 3:
+        x = graph.call(sink, aten.unsqueeze.default, x, 1)
     name = str(dtype(x)).removeprefix("torch.")
     key = (rotation.inv_freq.numpy().tobytes(), rotation.scaling, name)
     if key not in tables:
@@ -182,6 +195,11 @@ def _replace(
     # The fused op works on [1, T, H, D], as tensors lie before and after the model's transposes.
     rows = graph.call(sink, aten.transpose.int, x, 1, 2) if axis == 2 else x
     result = graph.call(sink, torch.ops.tapeout.rope.default, rows, tables[key], rotation.interleaved)
+    if rotation.split:
+        heads, dim = (int(s) for s in shape(result)[2:])
+        result = graph.call(sink, aten.reshape.default, result, [1, -1, heads, dim // 2, 2])
+        result = graph.call(sink, aten.transpose.int, result, 3, 4)
+        result = graph.call(sink, aten.reshape.default, result, [1, -1, heads, dim])
     if axis == 2:
         result = graph.call(sink, aten.transpose.int, result, 1, 2)
     if dtype(sink) != dtype(x):
