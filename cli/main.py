@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "tapeout.cli.inspect",
     "weights": "tapeout.cli.weights",
     "time": "tapeout.cli.time",
+    "models": "tapeout.cli.models",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -60,6 +61,7 @@ def cli(log_level: str) -> None:
     tapeout inspect FILE          what an engine holds
     tapeout weights FILE          the weight file of an engine that shares it
     tapeout time FILE -o CACHE    time the tactics of a pack on a GPU
+    tapeout models                which model families work
 
     Exit codes: 0 success, 1 unexpected failure, 2 usage, 3 unusable engine, 4 out of memory,
     5 unsupported model, dtype or target, 130 interrupted, 143 terminated.

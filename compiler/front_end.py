@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import nn
+
 from tapeout.compiler.graph import Graph
 from tapeout.compiler.ir import Module
 from tapeout.compiler.limits import resolve_dtype, resolve_limits, target_kind
@@ -18,6 +20,7 @@ from tapeout.compiler.trace import INTERFACE, FindWeight, trace
 from tapeout.model_defs import ModelSource, open_model
 from tapeout.model_defs.architecture import calls_interface
 from tapeout.model_defs.check_checkpoint import check_checkpoint
+from tapeout.model_defs.config_use import check_config_use, recording_reads
 from tapeout.model_defs.conversion import converted
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
 from tapeout.model_defs.weights import WeightRef
@@ -86,7 +89,15 @@ def trace_source(
     `max_seq_len`: see `load_meta_model`.
     """
     implementation = INTERFACE if calls_interface(source.config) else "eager"
-    model = load_meta_model(source, dtype, implementation, max_seq_len)
+    with recording_reads(source.config) as read:
+        model = load_meta_model(source, dtype, implementation, max_seq_len)
+        graph, find_weight = _trace(source, model)
+    if not source.trust_remote_code:
+        check_config_use(source.raw_config, source.config, read, f"{source.hf_path}/config.json")
+    return graph, find_weight
+
+
+def _trace(source: ModelSource, model: nn.Module) -> tuple[Graph, FindWeight]:
     expected, tied = expected_tensors(model)
     tensors = source.checkpoint.tensors
     recipes = converted(model, tensors, expected)

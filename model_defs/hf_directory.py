@@ -9,6 +9,7 @@ from typing import Any
 
 from tapeout.model_defs.architecture import base_model_prefix, check_supported, require_remote_code
 from tapeout.model_defs.check_config import check_generation, check_raw_config, token_ids
+from tapeout.model_defs.config_use import check_generation_use
 from tapeout.model_defs.hf_checkpoint import INDEX, SINGLE, SafetensorsCheckpoint, open_checkpoint
 from tapeout.model_defs.hub import FILES
 from tapeout.model_defs.source import ModelSource
@@ -35,6 +36,7 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
     check_supported(config, folder, trust_remote_code=trust_remote_code)
     generation = _read_json(folder / "generation_config.json", required=False)
     check_generation(generation, folder / "generation_config.json")
+    check_generation_use(generation, str(folder / "generation_config.json"))
     checkpoint = open_checkpoint(folder).with_model_prefix(base_model_prefix(config))
     config, checkpoint = resolve_tying(config, checkpoint)
     parts = _load_tokenizer(folder, trust_remote_code)
@@ -63,6 +65,7 @@ def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:
         trust_remote_code=trust_remote_code,
         hf_path=str(folder),
         files=_model_files(folder, checkpoint),
+        raw_config=raw_config,
     )
 
 

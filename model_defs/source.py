@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,6 +57,7 @@ class ModelSource:
         eos_token_ids: by HF's precedence. bos_token_id, pad_token_id likewise.
         trust_remote_code: whether code from the model folder may run.
         hf_path: directory or GGUF file HF can load from, for parity.
+        raw_config: config.json as it is; empty where there is none (GGUF).
         files: what the model is read from, or would be if it were there: nothing may overwrite it.
     """
 
@@ -74,3 +75,4 @@ class ModelSource:
     trust_remote_code: bool
     hf_path: str
     files: tuple[Path, ...] = ()
+    raw_config: Mapping[str, Any] = field(default_factory=dict)
