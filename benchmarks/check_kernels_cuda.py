@@ -88,7 +88,13 @@ def model_cases(model: str, dtype: str) -> Iterator[tuple[str, Case]]:
     yield case("", signature("scale", (act(hidden),), (act(hidden),), (), {"factor": 0.25}), (64,))
     yield case("", signature("copy", (act(kv_heads, dim),), (act(kv_heads, dim),)), (64,))
     yield case("", signature("activation", (act(wide),), (act(wide),), (), {"kind": "gelu_tanh"}), (64,))
-    attrs: dict[str, AttrValue] = {"layer": 1, "scale": dim**-0.5, "window": 0, "softcap": 0.0, "alibi": False}
+    attrs: dict[str, AttrValue] = {
+        "layer": 1,
+        "scale": dim**-0.5,
+        "window": 0,
+        "softcap": 0.0,
+        "alibi": False,
+    }
     q, kv = act(heads, dim), act(kv_heads, dim)
     steps = {
         "decode 1x1024": ((1, 1024),),

@@ -25,7 +25,9 @@ ALL = "all"
     help="Make this family's tiny random checkpoint and compare with Hugging Face now; `all` for every "
     "family. May be repeated.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of --verify's weights and prompts.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of --verify's weights and prompts."
+)
 @click.option(
     "--output",
     "-o",

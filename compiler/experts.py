@@ -84,4 +84,3 @@ def _unknown(module: nn.Module, what: str) -> UnsupportedError:
         f"{what} ({type(module).__name__}) is none that tapeout knows: {', '.join(FUNCTIONS)}, {CLAMPED}",
         hint="a new kind is one line in plugins/activation/functions.py and one in its kernels",
     )
-

@@ -81,9 +81,7 @@ def lower_model(
     return Lowered(source, graph, find_weight, module, limits, dtype, matches)
 
 
-def trace_source(
-    source: ModelSource, dtype: str, max_seq_len: int | None = None
-) -> tuple[Graph, FindWeight]:
+def trace_source(source: ModelSource, dtype: str, max_seq_len: int | None = None) -> tuple[Graph, FindWeight]:
     """Trace a model after checking its checkpoint; also gives the recipe that fills a parameter.
 
     `max_seq_len`: see `load_meta_model`.

@@ -88,9 +88,8 @@ class Graph:
         """A new weight with these values; one that exists already is returned, whatever its name."""
         for node in self.graph.find_nodes(op="placeholder"):
             have = self.constants.get(node.meta.get("weight", ""))
-            if have is not None and (have.dtype, have.shape) == (array.dtype, array.shape):
-                if np.array_equal(have, array):
-                    return node
+            if have is not None and have.dtype == array.dtype and np.array_equal(have, array):
+                return node
         names = (f"{name}.{i}" if i else name for i in itertools.count())
         free = next(n for n in names if n not in self.weights and n not in self.constants)
         self.constants[free] = array

@@ -246,7 +246,11 @@ def _broadcast(state: _Lowering, left: _Tensor, right: _Tensor) -> tuple[_Tensor
             return operand
         wide = operand.meta.expand(shape)
         copied: _Tensor = state.emit(
-            "copy", [_Tensor(operand.value, wide)], [], {}, torch.empty(shape, dtype=wide.dtype, device="meta")
+            "copy",
+            [_Tensor(operand.value, wide)],
+            [],
+            {},
+            torch.empty(shape, dtype=wide.dtype, device="meta"),
         )
         return copied
 

@@ -1,4 +1,4 @@
-"""Recorded comparisons of all model families: made by `tapeout models --verify`, printed by `tapeout models`."""
+"""Recorded comparisons of all model families: what `tapeout models` prints and `--verify` makes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ModelResults:
     results: tuple[dict[str, Any], ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """`{architecture, model_type, traced, parity, max_abs_logit_diff, notes}` of every family; notes begin
-        with the family's name."""
+        """`{architecture, model_type, traced, parity, max_abs_logit_diff, notes}` of every family; notes
+        begin with the family's name."""
         titles = {name: known.title for name, known in families().items()}
         rows = []
         for result in self.results:

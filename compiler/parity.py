@@ -83,7 +83,9 @@ def compare(source: ModelSource, engine_path: Path, weight: FindWeight) -> Parit
     _check_sane(logits)
     reference = _reference_logits(source, "float32", tokens, prompt, weight, limits.max_seq_len)
     lower = (
-        None if facts.dtype == "float32" else _reference_logits(source, facts.dtype, tokens, prompt, weight, limits.max_seq_len)
+        None
+        if facts.dtype == "float32"
+        else _reference_logits(source, facts.dtype, tokens, prompt, weight, limits.max_seq_len)
     )
     cases = {"prompts": len(tokens), "prefill_tokens": prompt, "decode_tokens": total - prompt}
     return _judge(logits, reference, lower, facts, cases)
@@ -198,7 +200,9 @@ def _stream_weights(model: nn.Module, source: ModelSource, weight: FindWeight) -
             _set(module, attribute, torch.empty_like(getattr(module, attribute), device="meta"))
 
     for prefix, module in model.named_modules():
-        kept = [n for n, _ in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set]
+        kept = [
+            n for n, _ in module.named_buffers(recurse=False) if n not in module._non_persistent_buffers_set
+        ]
         attributes = [*(n for n, _ in module.named_parameters(recurse=False)), *kept]
         own = [(a, f"{prefix}.{a}" if prefix else a) for a in attributes]
         if own:

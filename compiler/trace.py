@@ -83,7 +83,9 @@ def _mask_interface(
 ) -> Mask | UnsupportedError:
     """A mask, or why it is none: models make masks that no layer uses."""
     if attention_mask is not None:
-        return UnsupportedError("the model builds its own padding mask", hint="packed inputs carry no padding")
+        return UnsupportedError(
+            "the model builds its own padding mask", hint="packed inputs carry no padding"
+        )
     try:
         return classify(mask_function)
     except UnsupportedError as error:
@@ -131,7 +133,9 @@ def _attention_interface(
     recorder.layers.append(int(module.layer_idx))
     if latents:
         if softcap or s_aux is not None:
-            raise UnsupportedError(f"attention of {type(module).__name__} over latents has a softcap or sinks")
+            raise UnsupportedError(
+                f"attention of {type(module).__name__} over latents has a softcap or sinks"
+            )
         return _over_latents(module, query, value, scaling, attention_mask.window), None
     out = torch.ops.tapeout.attention(
         query.transpose(1, 2),

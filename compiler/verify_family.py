@@ -196,7 +196,9 @@ def _step(
     ends = np.cumsum([len(s) for s in spans])
     slots = np.arange(len(active), dtype=np.int32)
     inputs = StepInputs(
-        token_ids=np.array([sequences[i][p] for i, s in zip(active, spans, strict=True) for p in s], np.int32),
+        token_ids=np.array(
+            [sequences[i][p] for i, s in zip(active, spans, strict=True) for p in s], np.int32
+        ),
         positions=np.array([p for s in spans for p in s], np.int32),
         cu_q=np.array([0, *ends], np.int32),
         kv_lens=np.array([s.stop for s in spans], np.int32),

@@ -34,13 +34,13 @@ IRRELEVANT: Mapping[str, str] = {
     r"id2label|label2id|num_labels|problem_type|summary_.*|classifier_.*|finetuning_task|task_.*": _LABELS,
     r"architectures|model_type|auto_map|_name_or_path|name_or_path|transformers_version": "names the model",
     r"(torch_)?dtype": "the build's --dtype decides; `auto` reads it",
-    r"(bos|eos|pad|sep|cls|unk|mask|decoder_start|image|video|audio)_token(_id|_index)?": "handled as token ids",
+    r"(bos|eos|pad|sep|cls|unk|mask|decoder_start|image|video|audio)_token(_id|_index)?": "token ids",
     r"(attn|experts|_attn|_experts)_implementation": "tapeout brings its own",
-    r"use_bfloat16|tokenizer_class|prefix|begin_suppress_tokens|suppress_tokens|bad_words_ids": "not the model's",
+    r"use_bfloat16|tokenizer_class|prefix|(begin_)?suppress_tokens|bad_words_ids": "not the model's",
     r"is_(encoder_)?decoder|add_cross_attention|cross_attention_.*|tie_encoder_decoder": "checked beside",
-    r"pruned_heads|unsloth_.*|transformers\.js_config|_commit_hash|license|_flash_attn_2_enabled": "notes of tools",
-    r"((shared_|shared_expert_|moe_)?intermediate_size|vocab_size_per_layer_input)": "of layers that are not there",
-    r"rope_(theta|scaling|parameters)|partial_rotary_factor|rotary_pct|rotary_emb_base": "read as rope_parameters",
+    r"pruned_heads|unsloth_.*|transformers\.js_config|_commit_hash|license|_flash_attn.*": "notes of tools",
+    r"(shared_|shared_expert_|moe_)?intermediate_size|vocab_size_per_layer_input": "of layers not there",
+    r"rope_(theta|scaling|parameters)|partial_rotary_factor|rotary_(pct|emb_base)": "read as rope_parameters",
 }
 _IRRELEVANT = re.compile("|".join(f"(?:{p})" for p in IRRELEVANT))
 
@@ -72,9 +72,9 @@ _GENERATION_IRRELEVANT = re.compile("|".join(f"(?:{p})" for p in GENERATION_IRRE
 @contextmanager
 def recording_reads(config: Any) -> Iterator[set[str]]:
     """Names of attributes that are read from configs of this class meanwhile."""
-    kind = type(config)
+    kind: Any = type(config)
     names: set[str] = set()
-    before = kind.__getattribute__
+    before: Any = kind.__getattribute__
 
     def record(self: Any, name: str) -> Any:
         names.add(name)
@@ -100,8 +100,8 @@ def check_config_use(raw: Mapping[str, Any], config: Any, read: Collection[str],
         where: the file, for the message.
     """
     aliases = getattr(config, "attribute_map", {})
-    used = {aliases.get(name, name) for name in read} | set(read) | _handled_by_class(type(config))
-    defaults = _defaults(type(config))
+    used = {aliases.get(name, name) for name in read} | set(read) | _handled_by_class(_class(config))
+    defaults = _defaults(_class(config))
     unused = [
         f"  {key} = {shown(value)}"
         for key, value in raw.items()
@@ -115,15 +115,15 @@ def check_config_use(raw: Mapping[str, Any], config: Any, read: Collection[str],
     unused += _unknown_rope_keys(raw)
     if unused:
         raise UnsupportedError(
-            f"{where} has keys that nothing in transformers' {config.model_type} code reads, so they would be "
-            "ignored in silence:\n" + "\n".join(unused),
+            f"{where} has keys that nothing in transformers' {config.model_type} code reads, so they would "
+            "be ignored in silence:\n" + "\n".join(unused),
             hint="correct the key's name or remove it from config.json; keys that never matter are listed in "
             "model_defs/config_use.py",
         )
 
 
 def check_generation_use(generation: Mapping[str, Any], where: str) -> None:
-    """UnsupportedError for settings of generation_config.json that would change tokens and are not applied."""
+    """UnsupportedError for settings that would change tokens and are not applied."""
     from transformers import GenerationConfig
 
     neutral = GenerationConfig().to_dict()
@@ -142,7 +142,7 @@ def check_generation_use(generation: Mapping[str, Any], where: str) -> None:
         )
 
 
-_OFF = (False, 0, 0.0, 1, 1.0, [], {}, "")  # of penalties, counts of beams and lists
+_OFF: tuple[Any, ...] = (False, 0, 0.0, 1, 1.0, [], {}, "")  # of penalties, counts of beams and lists
 
 
 def _unknown_rope_keys(raw: Mapping[str, Any]) -> list[str]:
@@ -158,6 +158,10 @@ def _unknown_rope_keys(raw: Mapping[str, Any]) -> list[str]:
 
 
 _NOTHING = object()
+
+
+def _class(config: Any) -> type:
+    return type(config)
 
 
 @cache

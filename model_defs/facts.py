@@ -10,7 +10,6 @@ from typing import Any
 
 from tapeout.model_defs.families import families
 
-
 _OF_KNOWN_FAMILIES = (
     "rms_norm", "rope", "qkv_merge", "gated_mlp", "whole_rope", "final_norm", "normed_linear", "added_linear",
 )  # fmt: skip

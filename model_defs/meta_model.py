@@ -121,7 +121,9 @@ def _fix_frequencies(model: nn.Module, max_seq_len: int) -> None:
             prefix = "" if layer_type is None else f"{layer_type}_"
             if kind == "longrope":
                 given = {} if layer_type is None else {"layer_type": layer_type}
-                inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu", seq_len=max_seq_len, **given)
+                inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](
+                    module.config, "cpu", seq_len=max_seq_len, **given
+                )
                 setattr(module, f"{prefix}inv_freq", inv_freq)
                 setattr(module, f"{prefix}attention_scaling", scaling)
             if kind in ROPE_BY_LENGTH:

@@ -46,9 +46,10 @@ if TYPE_CHECKING:
     from tapeout.plugins.cuda import CudaTactic
 
 _FOLDERS = (
-    activation, add, add_rms_norm, attention, causal_mask, copy, embedding, gated_activation, latent_attention, layer_norm, linear,
-    linear_add, linear_int8, moe_experts, moe_router, mul, mul_weight, norm_linear, paged_attention, paged_latent_attention, rms_norm, rope, rope_attention, rope_table, scale,
-    select_rows, xielu,
+    activation, add, add_rms_norm, attention, causal_mask, copy, embedding, gated_activation,
+    latent_attention, layer_norm, linear, linear_add, linear_int8, moe_experts, moe_router, mul,
+    mul_weight, norm_linear, paged_attention, paged_latent_attention, rms_norm, rope, rope_attention,
+    rope_table, scale, select_rows, xielu,
 )  # fmt: skip
 
 OPS: Mapping[str, OpSchema] = MappingProxyType({folder.SCHEMA.name: folder.SCHEMA for folder in _FOLDERS})

@@ -172,7 +172,11 @@ def _same_shape(node: fx.Node) -> fx.Node | None:
 def _there_and_back(node: fx.Node) -> fx.Node | None:
     """A cast to float32 of a 16-bit float, and back."""
     inner = node.args[0]
-    if node.target is not aten.to.dtype or not isinstance(inner, fx.Node) or inner.target is not aten.to.dtype:
+    if (
+        node.target is not aten.to.dtype
+        or not isinstance(inner, fx.Node)
+        or inner.target is not aten.to.dtype
+    ):
         return None
     wide = inner.meta["val"].dtype is torch.float32
     return inner.args[0] if wide and _same_type(node, inner.args[0]) else None
@@ -207,7 +211,10 @@ def _slice_of_cat(node: fx.Node) -> fx.Node | None:
         cat = between.args[0]
         if (rank - 1) in {int(d) % rank for d in between.args[1:3]}:
             return None
-    if cat.target is not aten.cat.default or (cat.args[1] if len(cat.args) > 1 else 0) % rank != int(dim) % rank:
+    if (
+        cat.target is not aten.cat.default
+        or (cat.args[1] if len(cat.args) > 1 else 0) % rank != int(dim) % rank
+    ):
         return None
     start = 0
     for part in cat.args[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -69,10 +70,11 @@ def _permuted(ref: WeightRef, node: fx.Node) -> WeightRef | None:
 
 
 def _sliced(ref: WeightRef, node: fx.Node) -> WeightRef | None:
-    given, defaults = node.args[1:], (0, None, None, 1)
-    dim, start, stop, step = (*given, *defaults[len(given) :])
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    given: tuple[Any, ...] = tuple(node.args[1:])
+    dim, *bounds = (*given, *defaults[len(given) :])
     size = ref.shape[dim]
-    start, stop, step = slice(start, stop, step).indices(size)
+    start, stop, step = slice(*bounds).indices(size)
     if step != 1:
         return ref.every(dim, start, step) if stop == size else None
     return ref.slice(dim, start, stop) if start < stop else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,14 +14,14 @@ from tapeout.compiler.match import Pattern, example, find, make_pattern
 from tapeout.plugins.layer_norm.decomposition import cohere
 
 _EPS = 1.2345e-5  # sentinel
-_DEFAULTS = (None, None, 1e-5)  # weight, bias and eps of aten.layer_norm
+_DEFAULTS: tuple[Any, ...] = (None, None, 1e-5)  # weight, bias and eps of aten.layer_norm
 
 
 def fuse_layer_norm(graph: Graph) -> int:
     """Returns the number of norms fused."""
     count = 0
     for node in graph.nodes(aten.layer_norm.default):
-        given = node.args[:5]
+        given: tuple[Any, ...] = node.args[:5]
         x, sizes, weight, bias, eps = (*given, *_DEFAULTS[len(given) - 2 :])
         if len(sizes) != 1:
             continue

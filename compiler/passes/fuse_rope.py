@@ -16,7 +16,6 @@ from torch import fx
 
 from tapeout.compiler.graph import Graph, aten, dtype, shape, to_numpy
 from tapeout.compiler.probe import Probe, Region, known_nodes, regions_above
-from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.rope.reference import rope
 from tapeout.plugins.rope_table.reference import rope_table
 

@@ -47,7 +47,9 @@ def recognize_attention(graph: Graph) -> int:
     known = known_nodes(graph)
     for node in graph.graph.nodes:  # masks follow from positions, and so does what is made of them
         if node.target is _MASK or (
-            node.op == "call_function" and node.target not in _PRODUCTS and known.issuperset(node.all_input_nodes)
+            node.op == "call_function"
+            and node.target not in _PRODUCTS
+            and known.issuperset(node.all_input_nodes)
         ):
             known.add(node)
     probes = [Probe(graph, torch.arange(rows)) for rows in _ROWS]
@@ -120,9 +122,7 @@ def _rows(graph: Graph, before: fx.Node, node: fx.Node, *, turned: bool) -> fx.N
     return graph.call(before, aten.transpose.int, node, 1, 2)
 
 
-def _tried(
-    softmax: fx.Node, product: fx.Node, probes: list[Probe]
-) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _tried(softmax: fx.Node, product: fx.Node, probes: list[Probe]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The softmax's input `[H or 1, rows, rows]` for products of 0 and of 1, and the number of rows."""
     problem: Exception | None = None
     for probe in probes:

@@ -83,7 +83,11 @@ def _index_select(graph: Graph, node: fx.Node) -> bool:
 def _bias(graph: Graph, node: fx.Node) -> bool:
     """A vector of the checkpoint added to the result of a linear."""
     for linear, bias in (node.args, node.args[::-1]):
-        if not isinstance(linear, fx.Node) or linear.target is not aten.linear.default or len(linear.args) != 2:
+        if (
+            not isinstance(linear, fx.Node)
+            or linear.target is not aten.linear.default
+            or len(linear.args) != 2
+        ):
             continue
         if graph.weight_name(bias) is None or len(shape(bias)) != 1 or len(linear.users) != 1:
             continue

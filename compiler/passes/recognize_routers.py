@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,7 +63,9 @@ def _matches(
     graph: Graph, probe: Probe, ids: fx.Node, factors: fx.Node, known: set[fx.Node]
 ) -> Iterator[tuple[Region, _Routing]]:
     """Regions between logits and both results, the largest first, with the routing they compute."""
-    for region in reversed(regions_above([ids, factors], known, lambda n: n.target not in _STOPS, _MOST_NODES)):
+    for region in reversed(
+        regions_above([ids, factors], known, lambda n: n.target not in _STOPS, _MOST_NODES)
+    ):
         source = region.source.meta.get("val")
         if isinstance(source, torch.Tensor) and source.is_floating_point() and source.dim() in (2, 3):
             routing = _routing(graph, probe, region, ids, factors)
@@ -75,7 +78,9 @@ def _routing(graph: Graph, probe: Probe, region: Region, ids: fx.Node, factors: 
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(probe.shape(region.source), generator=generator)
     given = {region.source: logits}
-    operands = {n for node in region.nodes for n in node.all_input_nodes if graph.weight_name(n) in graph.weights}
+    operands = {
+        n for node in region.nodes for n in node.all_input_nodes if graph.weight_name(n) in graph.weights
+    }
     operands = {n for n in operands if graph.weight_name(n) not in graph.constants}
     experts = logits.shape[-1]
     for operand in operands:
@@ -106,7 +111,8 @@ def _fit(
     chosen = want_ids.shape[1]
     for attrs in _candidates(logits.shape[1], chosen):
         try:
-            ids, weights = moe_router(logits, bias, *attrs.values())
+            values: tuple[Any, ...] = tuple(attrs.values())
+            ids, weights = moe_router(logits, bias, *values)
         except RuntimeError:
             continue  # more groups than there is room for
         if not torch.equal(ids.sort(-1).values.long(), want_ids.sort(-1).values.long()):

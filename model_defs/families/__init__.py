@@ -96,7 +96,9 @@ def _read(path: Path) -> Family:
     data = tomllib.loads(path.read_text())
     known = {"title", "model_type", "facts", "config", "verify"}
     if unknown := sorted(data.keys() - known):
-        raise UsageError(f"{path.name}: unknown keys {', '.join(unknown)}; expected {', '.join(sorted(known))}")
+        raise UsageError(
+            f"{path.name}: unknown keys {', '.join(unknown)}; expected {', '.join(sorted(known))}"
+        )
     verify = {k: tuple(v) if isinstance(v, list) else v for k, v in data.get("verify", {}).items()}
     return Family(
         path.stem,

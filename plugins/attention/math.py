@@ -30,7 +30,7 @@ def masked_attention(
 ) -> torch.Tensor:
     """q [Q, Hq, D], k and v [K, Hkv, D], visible bool [Q, K], sinks [Hq] -> [Q, Hq, D] in q's dtype.
 
-    `bias` [Hq, Q, K] float32 is added to the scores. Computed in float32. Every query must see at least one key.
+    `bias` [Hq, Q, K] float32 is added to the scores. Computed in float32. Every query must see a key.
     """
     group = q.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(group, dim=1)

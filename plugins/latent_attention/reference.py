@@ -22,14 +22,14 @@ def latent_attention(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    queries = (t.reshape(-1, *t.shape[-2:]) for t in (q_nope, q_rot))
-    keys = (t.reshape(-1, t.shape[-1]) for t in (latent, k_rot))
+    nope, rot = (t.reshape(-1, *t.shape[-2:]) for t in (q_nope, q_rot))
+    keys, rotated = (t.reshape(-1, t.shape[-1]) for t in (latent, k_rot))
     flat = positions.reshape(-1)
     starts = torch.ones_like(flat, dtype=torch.bool)
     starts[1:] = flat[1:] != flat[:-1] + 1
     sequence = starts.cumsum(0)
     visible = visible_keys(flat, flat, window) & (sequence[:, None] == sequence[None, :])
-    out = attend_latents(*queries, *keys, up_key, up_value, visible, scale)
+    out = attend_latents(nope, rot, keys, rotated, up_key, up_value, visible, scale)
     return out.reshape(*q_nope.shape[:-1], up_value.shape[1])
 
 

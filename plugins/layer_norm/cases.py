@@ -19,9 +19,7 @@ def _case(dtype: str, weight_dtype: str, shape: tuple[int | str, ...], bias: boo
         (row, row) if bias else (row,),
         {"eps": 1e-5},
     )
-    return Case(
-        f"{dtype} weight {weight_dtype} {list(shape)}{' bias' if bias else ''}", types, (1, 3, 8, 70)
-    )
+    return Case(f"{dtype} weight {weight_dtype} {list(shape)}{' bias' if bias else ''}", types, (1, 3, 8, 70))
 
 
 CASES = tuple(

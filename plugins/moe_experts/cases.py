@@ -45,7 +45,10 @@ CASES = tuple(
         _case("every expert", dtype, experts=4, chosen=4),
         _case("wide, odd sizes", dtype, experts=3, hidden=100, inner=77, activation="gelu_tanh"),
         _case("not gated", dtype, activation="relu2", gated=False),
-        _case("clamped, biases", dtype, chosen=3, activation="swiglu_clamped", has_bias=True, alpha=1.702, limit=0.5),
+        _case(
+            "clamped, biases", dtype, chosen=3, activation="swiglu_clamped", has_bias=True, alpha=1.702,
+            limit=0.5,
+        ),
         _case("not gated, biases", dtype, activation="gelu", gated=False, has_bias=True),
     )
 )  # fmt: skip

@@ -7,7 +7,7 @@ Everything is computed in float32:
 2. choice = scores + bias. With `groups` > 1 experts stand in equal groups; a group counts as much as its
    best choice (`group_by` best) or as its best two together (best_two); outside the best `chosen_groups`
    a choice becomes 0.
-3. expert_ids: the `chosen` largest choices, the largest first.
+3. expert_ids: the `chosen` largest choices, the largest first, of equals the lowest id.
 4. expert_weights: the scores of these (softmax_of_chosen: the softmax of these logits alone); divided by
    their sum when `normalize`; times `scale`.
 """

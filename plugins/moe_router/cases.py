@@ -46,7 +46,7 @@ CASES = tuple(
         _case("softmax of the chosen", dtype, scoring="softmax_of_chosen", chosen=4),
         _case("sigmoid, bias", dtype, scoring="sigmoid", bias=True, normalize=True, scale=2.5),
         _case("groups by best", dtype, experts=16, groups=(4, 2, "best"), chosen=3, scale=16.0),
-        _case("groups by best two", dtype, experts=16, scoring="sigmoid", groups=(4, 2, "best_two"), bias=True),
+        _case("groups by two", dtype, experts=16, scoring="sigmoid", groups=(4, 2, "best_two"), bias=True),
         _case("every expert", dtype, experts=3, chosen=3),
     )
 )  # fmt: skip

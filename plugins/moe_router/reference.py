@@ -28,9 +28,11 @@ def moe_router(
     if groups > 1:
         by_group = choice.unflatten(-1, (groups, -1))
         best = by_group.topk(2, -1).values.sum(-1) if group_by == "best_two" else by_group.amax(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(chosen_groups, -1).indices, True)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(
+            -1, best.topk(chosen_groups, -1).indices, True
+        )
         choice = by_group.masked_fill(~kept[..., None], 0.0).flatten(-2)
-    ids = choice.topk(chosen, -1).indices
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[..., :chosen]
     weights = scores.gather(-1, ids)
     if scoring == "softmax_of_chosen":
         weights = torch.softmax(weights, -1)

@@ -10,7 +10,10 @@ CASES = tuple(
     Case(
         f"{dtype} {list(shape)} by {width}",
         signature(
-            "mul_weight", (TensorType(dtype, shape),), (TensorType(dtype, shape),), (TensorType(dtype, (width,)),)
+            "mul_weight",
+            (TensorType(dtype, shape),),
+            (TensorType(dtype, shape),),
+            (TensorType(dtype, (width,)),),
         ),
         (1, 3, 20),
     )

@@ -38,8 +38,9 @@ class NativePagedAttention(NativeTactic):
         strides = [(view.row_stride, view.group_stride) for view in views]
         step, attrs, pool = call.step, call.attrs, call.step.kv_pool
         return self.library(call).bind(
-            "paged_attention", q, *strides[0], k, *strides[1], v, *strides[2], out, *strides[3], slopes, sinks,
-            pool, step.page_table, step.page_table.stride(0), step.cu_q, step.kv_lens, step.counts,
+            "paged_attention", q, *strides[0], k, *strides[1], v, *strides[2], out, *strides[3],
+            slopes, sinks, pool,
+            step.page_table, step.page_table.stride(0), step.cu_q, step.kv_lens, step.counts,
             q.shape[1], k.shape[1], q.shape[2], pool.shape[1], int(attrs["layer"]), step.tokens_per_page,
             dtype_code(q), dtype_code(pool), int(attrs["window"]), float(attrs["scale"]),
             float(attrs["softcap"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,14 +27,6 @@ def _op_name(node: fx.Node) -> str:
     return str(node.target) if "." in str(node.target) else str(node.target.__name__)
 
 
-def _with_meta_parameters(module: nn.Module) -> nn.Module:
-    """A copy as the compiler loads models: parameters on the meta device, buffers real."""
-    module = copy.deepcopy(module)
-    for name, value in list(module.named_parameters()):
-        setattr(module, name, nn.Parameter(value.to("meta"), requires_grad=False))
-    return module
-
-
 class SmallGraph:
     """A compiler graph made from a module of a few lines; inputs are named as its arguments.
 
@@ -49,17 +40,17 @@ class SmallGraph:
         self.module, self.inputs = module.eval(), dict(inputs)
         dynamic = {name: {0: Dim.DYNAMIC} if name in rows else {1: Dim.DYNAMIC} for name in inputs}
         oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=True)
-        meta = _with_meta_parameters(module)
         with oblivious, torch.no_grad():
-            examples = {name: value.to("meta") for name, value in inputs.items()}
-            program = torch.export.export(meta, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
+            program = torch.export.export(
+                module, (), kwargs=dict(inputs), dynamic_shapes=dynamic, strict=False
+            )
         tensors = dict(module.state_dict())
 
         def weight(name: str) -> WeightRef:
             dtype = str(tensors[name].dtype).removeprefix("torch.")
             return WeightRef.of(TensorInfo(name, dtype, tuple(tensors[name].shape)))
 
-        self.graph = _to_graph(program, meta, 1, weight, dict(meta.named_buffers()))
+        self.graph = _to_graph(program, module, 1, weight, dict(module.named_buffers()))
         canonicalize(self.graph)
         self.graph.tidy()
 

@@ -171,7 +171,9 @@ class TestPageAttention:
             for index, (heads, dim) in enumerate(layers):
                 q, k = y.view(1, -1, HIDDEN // dim, dim), y[..., : heads * dim].view(1, -1, heads, dim)
                 v = k if k_and_v else k[..., :-1]
-                y = torch.ops.tapeout.attention(q, k, v, positions, None, None, index, 0.5, 3, 0.0, False).flatten(2)
+                y = torch.ops.tapeout.attention(
+                    q, k, v, positions, None, None, index, 0.5, 3, 0.0, False
+                ).flatten(2)
             return y
 
         return make(Lines(lines, w=(HIDDEN,)), x=randn(1, T, HIDDEN), positions=torch.arange(T)[None])

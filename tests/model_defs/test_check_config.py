@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from tapeout.model_defs import open_model
 from tapeout.model_defs.architecture import check_supported
-from tapeout.model_defs.check_checkpoint import check_checkpoint
 from tapeout.plugins.errors import UnsupportedError, UsageError
-
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
-    "original_max_position_embeddings": 32, "factor": 16.0,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -79,19 +71,6 @@ def test_a_model_path_that_is_too_long():
 
 
 class TestRope:
-    @pytest.mark.parametrize(
-        ("parameters", "why"),
-        [
-            (LONGROPE, "rope_parameters: rope_type 'longrope' switches at the length of the sequence"),
-            ({"rope_type": "dynamic", "factor": 2.0}, "rope_parameters: rope_type 'dynamic' changes with"),
-        ],
-    )
-    def test_frequencies_that_follow_the_length(self, llama, edit_json, parameters, why):
-        edit_json(llama / "config.json", rope_parameters={"rope_theta": 1e4, **parameters})
-        with pytest.raises(UnsupportedError, match=why) as caught:
-            open_model(str(llama))
-        assert "model_type 'llama'" in caught.value.message
-
     def test_an_unknown_type(self, llama, edit_json):
         edit_json(llama / "config.json", rope_parameters={"rope_theta": 1e4, "rope_type": "foo"})
         with pytest.raises((UsageError, UnsupportedError), match=r"rope_type.*'foo'.*llama3.*yarn"):
@@ -101,16 +80,10 @@ class TestRope:
         plain = {"rope_type": "default", "rope_theta": 1e4}
         config = models.tiny_config("gemma3_text")
         config.rope_parameters = {
-            "full_attention": plain | {"rope_type": "dynamic", "factor": 2.0},
+            "full_attention": plain | {"rope_type": "foo", "factor": 2.0},
             "sliding_attention": plain,
         }
-        with pytest.raises(UnsupportedError, match=r"rope_parameters\.full_attention: rope_type 'dynamic'"):
-            check_supported(config, "m", trust_remote_code=False)
-
-    def test_part_of_a_head(self, models):
-        check_supported(models.tiny_config("phi3", pad_token_id=2), "m", trust_remote_code=False)
-        config = models.tiny_config("phi3", pad_token_id=2, partial_rotary_factor=0.5)
-        with pytest.raises(UnsupportedError, match=r"partial_rotary_factor 0\.5; only .* whole heads"):
+        with pytest.raises(UnsupportedError, match=r"rope_parameters\.full_attention: rope_type 'foo'"):
             check_supported(config, "m", trust_remote_code=False)
 
 
@@ -118,10 +91,6 @@ class TestRope:
     ("model_type", "overrides", "why"),
     [
         ("llama4_text", {"pad_token_id": 2}, "layers of type chunked_attention"),
-        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}, "AttentionInterface"),
-        ("bloom", {"n_layer": 2}, "AttentionInterface"),
-        ("mpt", {"n_layers": 2}, "AttentionInterface"),
-        ("gpt_neox", {}, "partial_rotary_factor"),
     ],
 )
 def test_architectures_are_refused_by_what_they_are(models, model_type, overrides, why):
@@ -133,15 +102,22 @@ def test_architectures_are_refused_by_what_they_are(models, model_type, override
     assert "encoder" not in caught.value.message
 
 
-def test_falcons_attention_is_its_own():
-    from transformers import CONFIG_MAPPING
-
-    with pytest.raises(UnsupportedError, match="AttentionInterface"):
-        check_supported(CONFIG_MAPPING["falcon"](), "m", trust_remote_code=False)
-
-
-def test_a_checkpoint_that_transformers_renames_by_class(models):
-    config = models.tiny_config("gpt_neox", architectures=["GPTNeoXForCausalLM"])
-    source = SimpleNamespace(config=config, checkpoint=SimpleNamespace(tensors={}))
-    with pytest.raises(UnsupportedError, match="rewritten by transformers"):
-        check_checkpoint(source, {"lm_head.weight": (4, 4)}, {})
+@pytest.mark.parametrize(
+    ("setting", "ok"),
+    [
+        ({"num_beams": 4}, False),
+        ({"no_repeat_ngram_size": 3}, False),
+        ({"made_up": True}, False),
+        ({"num_beams": 1, "no_repeat_ngram_size": 0, "length_penalty": 1.0}, True),
+        ({"max_length": 4096, "transformers_version": "4.40.0", "cache_implementation": "hybrid"}, True),
+        ({"num_beams": None}, True),
+    ],
+)
+def test_generation_settings_that_no_request_could_follow(llama, edit_json, setting, ok):
+    edit_json(llama / "generation_config.json", **setting)
+    if ok:
+        open_model(str(llama))
+        return
+    (name,) = setting
+    with pytest.raises(UnsupportedError, match=rf"generation_config\.json has settings .*\n  {name} = "):
+        open_model(str(llama))

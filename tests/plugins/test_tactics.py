@@ -32,24 +32,27 @@ def _guarded(kind: TensorType) -> tuple[torch.Tensor, torch.Tensor]:
     """A poisoned buffer and the output view inside it: guard rows around, guard columns beside."""
     rows, columns, *rest = (int(d) for d in kind.shape)
     dtype = torch_dtype(kind.dtype)
-    buffer = torch.full(
-        (rows + 2, columns + GUARD_COLUMNS, *rest), torch.nan if dtype.is_floating_point else 0x7F
-    )
-    buffer = buffer.to(dtype)
+    buffer = torch.full((rows + 2, columns + GUARD_COLUMNS, *rest), _poison(dtype), dtype=dtype)
     return buffer, buffer[1:-1, :columns]
+
+
+def _poison(dtype: torch.dtype) -> float | int:
+    """What an element holds that nobody wrote."""
+    return torch.nan if dtype.is_floating_point else 0x7F
 
 
 def _assert_guards(buffer: torch.Tensor, columns: int, what: str) -> None:
     outside = torch.ones(buffer.shape[:2], dtype=torch.bool)
     outside[1:-1, :columns] = False
     guards = buffer[outside]
-    assert bool(guards.isnan().all()), f"{what} wrote outside its output"
+    untouched = guards.isnan() if guards.is_floating_point() else guards == _poison(guards.dtype)
+    assert bool(untouched.all()), f"{what} wrote outside its output"
 
 
 def _step(case: Case) -> StepState | None:
     if not case.sequences:
         return None
-    kv_heads, head_dim = (int(d) for d in case.signature.inputs[1].shape[1:])
+    kv_heads, head_dim = OPS[case.signature.op].cache_shape([t.shape for t in case.signature.inputs])
     return example_step(
         case.sequences,
         kv_heads=kv_heads,
@@ -74,7 +77,7 @@ def _check(case: Case, rows: int, tactic: CpuTactic, kernels: NativeLibrary) -> 
     run = tactic.bind(call)
     for replay in range(2):  # a bound call is replayed with new data in the same place
         for buffer, _ in buffers:
-            buffer.fill_(torch.nan)
+            buffer.fill_(_poison(buffer.dtype))
         run()
         for (buffer, view), wanted in zip(buffers, expected, strict=True):
             what = f"{tactic.op}/{tactic.name} {case.label} T={rows} replay {replay}"

@@ -64,8 +64,20 @@ def test_attention_equals_paged_attention_over_whole_prompts(sinks: bool) -> Non
     sink = torch.randn(4) if sinks else None
     packed = torch.ops.tapeout.attention(q, k, v, positions, None, sink, 0, 0.35, 3, 4.0, False)
     paged = torch.ops.tapeout.paged_attention(
-        q, k, v, None, sink, step.kv_pool, step.page_table, step.cu_q[:4], step.kv_lens[:3],
-        0, 0.35, 3, 4.0, False,
+        q,
+        k,
+        v,
+        None,
+        sink,
+        step.kv_pool,
+        step.page_table,
+        step.cu_q[:4],
+        step.kv_lens[:3],
+        0,
+        0.35,
+        3,
+        4.0,
+        False,
     )
     torch.testing.assert_close(paged, packed, rtol=1e-6, atol=1e-6)
 
@@ -135,7 +147,9 @@ def test_weights_find_their_places() -> None:
 
 
 def test_only_ops_that_compute_what_they_cache_may_differ_there() -> None:
-    assert {name for name in OPS if OPS[name].reads_cache} == {"paged_attention", "rope_attention"}
+    assert {name for name in OPS if OPS[name].reads_cache} == {
+        "paged_attention", "paged_latent_attention", "rope_attention",
+    }  # fmt: skip
     assert cache_tolerance("paged_attention", "bfloat16") == Tolerance(0.0, 0.0)
     assert cache_tolerance("rope_attention", "float32").relative > 0
 
