@@ -23,6 +23,11 @@ _LOGIT_CASE_ROWS = 70  # T of ops over logit rows
 STALE = 1 << 30
 
 
+def _poison(dtype: torch.dtype) -> float | int:
+    """What an output holds that nobody wrote."""
+    return torch.nan if dtype.is_floating_point else STALE
+
+
 def guarded(columns: int) -> int:
     """Columns with guard columns behind, so that rows are multiples of 16 elements."""
     return (columns + GUARD + 15) // 16 * 16
@@ -36,7 +41,7 @@ def strided(tensor: torch.Tensor, rows: int) -> torch.Tensor:
             [tensor, torch.full((rows - len(tensor),), fill, dtype=tensor.dtype, device=tensor.device)]
         )
     shape = (rows, guarded(tensor.shape[1]), *tensor.shape[2:])
-    wide = torch.full(shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
+    wide = torch.full(shape, _poison(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
     wide[: len(tensor), : tensor.shape[1]] = tensor
     return wide[:, : tensor.shape[1]]
 
@@ -55,7 +60,7 @@ class Bound:
 
     def poison(self) -> None:
         for buffer in self.buffers:
-            buffer.fill_(torch.nan)
+            buffer.fill_(_poison(buffer.dtype))
         self.operands.workspace.fill_(0xFF)
 
     def problem(self) -> tuple[str | None, float]:
@@ -70,7 +75,9 @@ class Bound:
                 return problem, largest
             outside = torch.ones(buffer.shape[:2], dtype=torch.bool, device=buffer.device)
             outside[1 : 1 + len(wanted), : view.shape[1]] = False
-            if not bool(buffer[outside].isnan().all()):
+            guards = buffer[outside]
+            untouched = guards.isnan() if guards.is_floating_point() else guards == _poison(guards.dtype)
+            if not bool(untouched.all()):
                 return f"output {i} was written outside its rows", largest
         if self.expected_pool is not None:
             pool = self.operands.step["kv_pool"]
@@ -103,7 +110,8 @@ def bind(
     buffers, outputs = [], []
     for kind in signature.outputs:
         shape = (bucket + 2, guarded(int(kind.shape[1])), *(int(d) for d in kind.shape[2:]))
-        buffers.append(torch.full(shape, torch.nan, dtype=torch_dtype(kind.dtype), device=device))
+        dtype = torch_dtype(kind.dtype)
+        buffers.append(torch.full(shape, _poison(dtype), dtype=dtype, device=device))
         outputs.append(buffers[-1][1:-1, : int(kind.shape[1])])
     pool_after = None
     if state is not None:  # the reference wrote the cache; the tactic gets the one before
@@ -130,14 +138,19 @@ def _made(
     for name, kind in zip(names, getattr(signature, group), strict=False):
         shape, dtype = concrete(kind, leading["T"], leading["R"]), torch_dtype(kind.dtype)
         options = {"generator": generator, "device": generator.device}
+        if name == "expert_ids":  # distinct ones in every row
+            experts = int(signature.weights[0].shape[0])
+            order = torch.rand((shape[0], experts), **options).argsort(1)
+            made.append(order[:, : shape[1]].to(dtype))
+            continue
         if not dtype.is_floating_point:
             made.append(torch.randint(0, int(limits.get(name, 5000)), shape, dtype=dtype, **options))
             continue
         values = torch.randn(shape, dtype=dtype, **options)
         if name == "inv_freq":
             values = 10000.0 ** (-torch.arange(shape[0], device=generator.device) / shape[0])
-        elif name == "weight" and len(shape) == 2:
-            values /= shape[1] ** 0.5
+        elif name in ("weight", "up", "down") and len(shape) >= 2:
+            values /= shape[-1] ** 0.5
         made.append(values)
     return tuple(made)
 
@@ -146,8 +159,9 @@ def _state(case: Case, device: str, seed: int) -> StepState | None:
     if not case.sequences:
         return None
     k: TensorType = case.signature.inputs[1]
+    kv_heads, head_dim = OPS[case.signature.op].cache_shape([t.shape for t in case.signature.inputs])
     state = example_step(
-        case.sequences, kv_heads=int(k.shape[1]), head_dim=int(k.shape[2]), dtype=k.dtype, layers=LAYERS,
+        case.sequences, kv_heads=kv_heads, head_dim=head_dim, dtype=k.dtype, layers=LAYERS,
         tokens_per_page=case.tokens_per_page, seed=seed,
     )  # fmt: skip
     moved = {
