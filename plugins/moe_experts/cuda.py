@@ -57,7 +57,7 @@ class GroupedExperts(TritonTactic):
         return places[0], places[1], places[2], places[3], at
 
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
-        x, ids, weights = signature.inputs
+        x, ids, _ = signature.inputs
         experts, hidden, inner = (int(d) for d in signature.weights[1].shape)
         chosen, attrs = int(ids.shape[1]), signature.attrs
         starts_at, order_at, inner_at, parts_at, _ = self._places(signature, rows)
@@ -116,8 +116,8 @@ class GroupedExperts(TritonTactic):
         total = launch(
             "moe_experts.triton:sum_parts",
             [
-                parts, pointer("weights", "float32", Arg("input", 2)), pointer("out", x.dtype, Arg("output", 0)),
-                step("counts"), _row("weights", "input", 2), _row("out", "output", 0),
+                parts, pointer("weights", "float32", Arg("input", 2)),
+                pointer("out", x.dtype, Arg("output", 0)), step("counts"), _row("weights", "input", 2), _row("out", "output", 0),
             ],
             {"CHOSEN": chosen, "HIDDEN": hidden, "BLOCK": block},
             (GridDim(1), GridDim(0, ceil_div(hidden, block))),

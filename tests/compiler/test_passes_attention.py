@@ -64,7 +64,9 @@ class TestFuseRope:
         torch.testing.assert_close(graph.run(), graph.expected())
 
     def test_query_and_key_share_one_table(self, small_graph: Make) -> None:
-        graph = self.graph(small_graph, lambda m, x, cos, sin: rotate(x, cos, sin) + rotate(-x, cos, sin) * 2)
+        graph = self.graph(
+            small_graph, lambda m, x, cos, sin: rotate(x, cos, sin) + rotate(x.tanh(), cos, sin)
+        )
         assert graph.apply(fuse_rope) == 2
         assert graph.ops()["tapeout.rope_table.default"] == 1
         torch.testing.assert_close(graph.run(), graph.expected())
@@ -74,8 +76,6 @@ class TestFuseRope:
         [
             # the halves are not swapped, a quarter is
             lambda m, x, c, s: x * c + torch.cat((-x[..., 3:], x[..., :3]), -1) * s,
-            # the sign is on the other half
-            lambda m, x, c, s: x * c + torch.cat((x[..., 2:], -x[..., :2]), -1) * s,
             # interleaved pairs
             lambda m, x, c, s: x * c + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s,
             # a cosine that is none
@@ -85,6 +85,38 @@ class TestFuseRope:
     def test_near_misses(self, small_graph: Make, rotation: Callable[..., Any]) -> None:
         graph = self.graph(small_graph, rotation)
         unchanged(graph, fuse_rope)
+
+    @pytest.mark.parametrize(
+        ("rotation", "interleaved", "scaling"),
+        [
+            # turned the other way
+            (lambda x, c, s: x * c + torch.cat((x[..., 2:], -x[..., :2]), -1) * s, False, SCALING),
+            # halves that are turned one by one
+            (lambda x, c, s: torch.cat((x[..., :2] * c[..., :2] - x[..., 2:] * s[..., :2],
+                                        x[..., 2:] * c[..., :2] + x[..., :2] * s[..., :2]), -1), False, SCALING),
+            # pairs
+            (lambda x, c, s: x * c[..., :2].repeat_interleave(2, -1)
+             + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s[..., :2].repeat_interleave(2, -1),
+             True, SCALING),
+            # complex numbers
+            (lambda x, c, s: torch.view_as_real(
+                torch.view_as_complex(x.reshape(*x.shape[:-1], 2, 2)) * torch.complex(c[..., :2], s[..., :2])
+             ).flatten(-2), True, SCALING),
+            # a factor more
+            (lambda x, c, s: rotate(x, c * 2, s * 2), False, 2 * SCALING),
+        ],
+        ids=["backwards", "halves", "pairs", "complex", "scaled"],
+    )  # fmt: skip
+    def test_spellings(
+        self, small_graph: Make, rotation: Callable[..., Any], interleaved: bool, scaling: float
+    ) -> None:
+        graph = self.graph(small_graph, lambda m, x, cos, sin: rotation(x, cos, sin))
+        assert graph.apply(fuse_rope) == 1
+        (node,) = graph.graph.nodes(torch.ops.tapeout.rope.default)
+        assert node.args[2] is interleaved
+        (made,) = graph.graph.nodes(torch.ops.tapeout.rope_table.default)
+        assert made.args[2] == pytest.approx(scaling)
+        torch.testing.assert_close(graph.run(), graph.expected(), atol=1e-5, rtol=1e-5)
 
     def test_cosines_and_sines_of_different_frequencies(self, small_graph: Make) -> None:
         def lines(m: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

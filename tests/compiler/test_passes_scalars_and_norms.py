@@ -111,6 +111,14 @@ class TestFuseRmsNorm:
         assert node.args[3:] == (offset, cast_first)
         torch.testing.assert_close(graph.run(), graph.expected(), atol=0, rtol=0)
 
+    def test_without_a_weight(self, small_graph: Make) -> None:
+        """What follows is not the norm's weight but a value: it stays a product."""
+        graph = small_graph(Lines(lambda m, x: norm(x, m.w + 1), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
+        check(graph, fuse_rms_norm, 1, "aten.add*2 aten.mean.dim aten.mul*2 aten.pow.Tensor_Scalar aten.rsqrt",
+              "aten.add aten.mul tapeout.rms_norm")  # fmt: skip
+        (node,) = graph.graph.nodes(torch.ops.tapeout.rms_norm.default)
+        assert graph.graph.constants[graph.graph.weight_name(node.args[1])].tolist() == [1.0] * HIDDEN
+
     def test_a_norm_of_heads_moves_in_front_of_their_transpose(self, small_graph: Make) -> None:
         module = Lines(lambda m, x: norm(x.view(1, -1, 2, 4).transpose(1, 2), m.w), w=(4,))
         graph = small_graph(module, x=randn(1, T, HIDDEN))
@@ -123,7 +131,6 @@ class TestFuseRmsNorm:
         "function",
         [
             lambda m, x: norm(x, m.w, dim=-2),  # another reduction
-            lambda m, x: norm(x, m.w + 1),  # no weight, a value
             lambda m, x: m.w * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()),  # not the inverse root
             lambda m, x: m.w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5)),  # another power
             lambda m, x: (
