@@ -133,7 +133,7 @@ def check_generation_use(generation: Mapping[str, Any], where: str) -> None:
         if value is not None
         and key not in GENERATION_USED
         and not _GENERATION_IRRELEVANT.fullmatch(key)
-        and value not in (neutral.get(key), *_OFF)
+        and (key not in neutral or value not in (neutral[key], *_OFF))
     ]
     if unused:
         raise UnsupportedError(

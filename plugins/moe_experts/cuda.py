@@ -113,16 +113,21 @@ class GroupedExperts(TritonTactic):
             {**sizes, **tile},
             grid(hidden),
         )
+        operands = [
+            parts,
+            pointer("weights", "float32", Arg("input", 2)),
+            pointer("out", x.dtype, Arg("output", 0)),
+            step("counts"),
+            _row("weights", "input", 2),
+            _row("out", "output", 0),
+        ]
         total = launch(
             "moe_experts.triton:sum_parts",
-            [
-                parts, pointer("weights", "float32", Arg("input", 2)),
-                pointer("out", x.dtype, Arg("output", 0)), step("counts"), _row("weights", "input", 2), _row("out", "output", 0),
-            ],
+            operands,
             {"CHOSEN": chosen, "HIDDEN": hidden, "BLOCK": block},
             (GridDim(1), GridDim(0, ceil_div(hidden, block))),
             warps,
-        )  # fmt: skip
+        )
         return sort, up, down, total
 
 

@@ -93,11 +93,12 @@ class TestFuseRope:
             (lambda x, c, s: x * c + torch.cat((x[..., 2:], -x[..., :2]), -1) * s, False, SCALING),
             # halves that are turned one by one
             (lambda x, c, s: torch.cat((x[..., :2] * c[..., :2] - x[..., 2:] * s[..., :2],
-                                        x[..., 2:] * c[..., :2] + x[..., :2] * s[..., :2]), -1), False, SCALING),
+                                        x[..., 2:] * c[..., :2] + x[..., :2] * s[..., :2]), -1),
+             False, SCALING),
             # pairs
             (lambda x, c, s: x * c[..., :2].repeat_interleave(2, -1)
-             + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * s[..., :2].repeat_interleave(2, -1),
-             True, SCALING),
+             + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+             * s[..., :2].repeat_interleave(2, -1), True, SCALING),
             # complex numbers
             (lambda x, c, s: torch.view_as_real(
                 torch.view_as_complex(x.reshape(*x.shape[:-1], 2, 2)) * torch.complex(c[..., :2], s[..., :2])

@@ -139,7 +139,7 @@ class TestRouters:
 
     @pytest.mark.parametrize(
         ("choose", "scoring", "normalize", "scale"),
-        [(after_softmax, "softmax", True, 1.0), (of_logits, "softmax_of_chosen", False, 2.5)],
+        [(after_softmax, "softmax", True, 1.0), (of_logits, "softmax", True, 2.5)],
     )
     def test_before_and_after(
         self, small_graph: Make, choose: Any, scoring: str, normalize: bool, scale: float
@@ -151,12 +151,12 @@ class TestRouters:
         torch.testing.assert_close(graph.run(), graph.expected(), atol=2e-5, rtol=2e-5)
 
     def test_another_routing_is_refused(self, small_graph: Make) -> None:
-        def smallest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            weights, ids = torch.topk(F.softmax(-logits, dim=-1), 2, dim=-1)
-            return ids, weights
+        def squared(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, ids = torch.topk(F.softmax(logits, dim=-1), 2, dim=-1)
+            return ids, weights * weights
 
         with pytest.raises(UnsupportedError, match="none that moe_router knows"):
-            self.graph(small_graph, smallest).apply(recognize_routers)
+            self.graph(small_graph, squared).apply(recognize_routers)
 
 
 def test_weights_made_on_the_way_become_recipes(small_graph: Make) -> None:

@@ -111,13 +111,21 @@ class TestFuseRmsNorm:
         assert node.args[3:] == (offset, cast_first)
         torch.testing.assert_close(graph.run(), graph.expected(), atol=0, rtol=0)
 
+    def test_one_more_than_the_weight_is_an_offset(self, small_graph: Make) -> None:
+        graph = small_graph(Lines(lambda m, x: norm(x, m.w + 1), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
+        assert graph.apply(fuse_rms_norm) == 1
+        (node,) = graph.graph.nodes(torch.ops.tapeout.rms_norm.default)
+        assert node.args[3] == 1.0
+        torch.testing.assert_close(graph.run(), graph.expected())
+
     def test_without_a_weight(self, small_graph: Make) -> None:
         """What follows is not the norm's weight but a value: it stays a product."""
-        graph = small_graph(Lines(lambda m, x: norm(x, m.w + 1), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
-        check(graph, fuse_rms_norm, 1, "aten.add*2 aten.mean.dim aten.mul*2 aten.pow.Tensor_Scalar aten.rsqrt",
-              "aten.add aten.mul tapeout.rms_norm")  # fmt: skip
+        graph = small_graph(Lines(lambda m, x: norm(x, m.w.exp()), w=(HIDDEN,)), x=randn(1, T, HIDDEN))
+        assert graph.apply(fuse_rms_norm) == 1
+        assert graph.ops() == {"aten.exp.default": 1, "aten.mul.Tensor": 1, "tapeout.rms_norm.default": 1}
         (node,) = graph.graph.nodes(torch.ops.tapeout.rms_norm.default)
         assert graph.graph.constants[graph.graph.weight_name(node.args[1])].tolist() == [1.0] * HIDDEN
+        torch.testing.assert_close(graph.run(), graph.expected())
 
     def test_a_norm_of_heads_moves_in_front_of_their_transpose(self, small_graph: Make) -> None:
         module = Lines(lambda m, x: norm(x.view(1, -1, 2, 4).transpose(1, 2), m.w), w=(4,))
