@@ -33,7 +33,8 @@ ALL = "all"
     "-o",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write what --verify found as a record (JSON).",
+    help="Write what --verify found as a record (JSON). Results of other families that a record of this name "
+    "holds stay, when seed and versions are the same.",
 )
 def command(as_json: bool, names: tuple[str, ...], seed: int, output: Path | None) -> None:
     """Show model families and how near their engines come to Hugging Face's eager float32 code.
@@ -69,7 +70,8 @@ def command(as_json: bool, names: tuple[str, ...], seed: int, output: Path | Non
 
     found = verify_families(list(dict.fromkeys(chosen)), seed, told)
     if output is not None:
-        output.write_text(found.text())
+        older = recorded_results(output) if output.exists() else found
+        output.write_text(found.joined(older).text())
     _print(found.rows(), as_json, f"seed {seed}, transformers {found.versions['transformers']}")
     if output is None and (bad := [r for r in found.results if r["parity"] == "none"]):
         names_text = ", ".join(r["family"] for r in bad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +42,13 @@ class ModelResults:
             notes = f"{title}: {result['notes']}" if result["notes"] else title
             rows.append({**{c: result[c] for c in _COLUMNS}, "notes": notes})
         return rows
+
+    def joined(self, older: ModelResults) -> ModelResults:
+        """With the older results of families that these do not hold, when made under the same conditions."""
+        if (older.seed, older.versions) != (self.seed, self.versions):
+            return self
+        by_name = {r["family"]: r for r in (*older.results, *self.results)}
+        return replace(self, results=tuple(by_name[name] for name in families() if name in by_name))
 
     def text(self) -> str:
         """The file's text."""

@@ -75,6 +75,9 @@ def write_tiny(folder: Path, config: Any, *, seed: int = 0, dtype: str = "float3
         with torch.no_grad():
             for module_name, module in model.named_modules():
                 _spread(module_name, module, config)
+            for module in model.modules():  # as transformers does to some families' when it loads them
+                if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                    module.weight[module.padding_idx] = 0
         model.tie_weights()
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[EOS, 4], pad_token_id=PAD)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -102,8 +105,6 @@ def _spread(module_name: str, module: nn.Module, config: Any) -> None:
             parameter.copy_(0.1 * spread)
         elif isinstance(module, nn.Embedding):
             parameter.copy_(spread * _embedding_spread(config))
-            if module.padding_idx is not None:
-                parameter[module.padding_idx] = 0  # as transformers does to some families' when it loads them
         else:
             parameter.copy_(spread * 2 / _inputs(module, parameter) ** 0.5)
 

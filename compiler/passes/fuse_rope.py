@@ -214,7 +214,8 @@ def _before_widening(node: fx.Node) -> fx.Node:
 def _table(graph: Graph, rotation: _Rotation, name: str) -> fx.Node:
     positions = next(n for n in graph.graph.find_nodes(op="placeholder") if n.name == "positions")
     frequencies = graph.add_constant("rope.inv_freq", to_numpy(rotation.inv_freq))
-    first = next(n for n in graph.graph.nodes if n.op == "call_function")
+    # Where the model begins with its own table, so that every rotation comes after it.
+    first = min(n for n in positions.users if n.target is not aten.sym_size.int)
     return graph.call(
         first, torch.ops.tapeout.rope_table.default, positions, frequencies, rotation.scaling, name
     )

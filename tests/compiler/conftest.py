@@ -164,7 +164,7 @@ class Family:
         return self.packed.inputs(
             config.num_hidden_layers,
             config.num_key_value_heads,
-            config.head_dim or config.hidden_size // config.num_attention_heads,
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             getattr(torch, self.dtype),
         )
 

@@ -56,7 +56,7 @@ TABLES = {
 
 def both(t: Turned) -> torch.Tensor:
     """One table, and one rotation for queries and keys, as merge_qkv leaves them."""
-    turned = t.turn(torch.cat([t.q, t.k], 2))
+    turned = t.turn(torch.cat([t.q, t.k], 2) * 1.5)
     return t.attend(turned[:, :, :2], turned[:, :, 2:3])
 
 
