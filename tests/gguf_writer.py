@@ -35,8 +35,9 @@ def write_gguf(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     for key, value in (metadata or {}).items():
         {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)

@@ -7,6 +7,7 @@ import resource
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tapeout.model_defs import open_model
 from tapeout.model_defs.check_checkpoint import check_checkpoint
+from tapeout.model_defs.conversion import converted
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
+from tapeout.model_defs.weights import run_recipe
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 WEIGHTS = "model.safetensors"
@@ -144,12 +147,25 @@ class TestCheck:
         assert "wrong shape: model.norm.weight is [65], expected [64]" in error.value.message
         assert error.value.exit_code == 2
 
-    def test_families_that_transformers_converts_are_named(self, models, tmp_path):
-        folder = models.make_tiny("qwen3_moe", tmp_path / "m", num_experts=4, moe_intermediate_size=32)
-        names = load_file(folder / WEIGHTS)
-        assert any(".experts.0." in name for name in names)  # the layout models are published in
-        with pytest.raises(UnsupportedError, match="qwen3_moe are rewritten by transformers"):
-            self.check(folder)
+    @pytest.mark.parametrize(
+        ("model_type", "config"),
+        [
+            ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}),
+            ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+        ],
+    )
+    def test_recipes_of_merged_tensors_equal_transformers_loader(self, models, tmp_path, model_type, config):
+        folder = models.make_tiny(model_type, tmp_path / "m", **config)
+        assert any(".experts.0." in name for name in load_file(folder / WEIGHTS))  # as models are published
+        source = open_model(str(folder))
+        model = load_meta_model(source, "float32", "eager")
+        recipes = converted(model, source.checkpoint.tensors, expected_tensors(model)[0])
+        loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert len(recipes) >= 4
+        for name, recipe in recipes.items():
+            made = run_recipe(recipe, source.checkpoint.read)
+            assert np.array_equal(made, loaded[name].numpy()), name
+        check_checkpoint(source, *expected_tensors(model), recipes)
 
     def test_missing_head_is_not_tied_silently(self, llama):
         self.rewrite(llama, lambda t: t.pop("lm_head.weight"))
