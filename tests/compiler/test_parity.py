@@ -53,7 +53,7 @@ def build_traced(
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         find = tiny.source.checkpoint.tensors.__getitem__
-        monkeypatch.setattr(front_end, "trace_source", lambda source, dtype: (graph, find))
+        monkeypatch.setattr(front_end, "trace_source", lambda source, dtype, max_seq_len: (graph, find))
         monkeypatch.setattr(front_end, "run_passes", lambda *_, **__: dict(tiny.counts))
         (tmp_path / "out").mkdir()
         return build(str(folder), tmp_path / "out" / "m.engine", options(**changes))
