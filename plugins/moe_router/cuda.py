@@ -36,7 +36,7 @@ class Router(TritonTactic):
             Argument("ids_row", "i32", Arg("output_stride", 0, value=0)),
             Argument("weights_row", "i32", Arg("output_stride", 1, value=0)),
         ]
-        constants = {
+        constants: dict[str, int | float | bool | str] = {
             "EXPERTS": experts, "BLOCK": power_of_two(experts), "CHOSEN": chosen,
             "CHOSEN_BLOCK": power_of_two(chosen), "SCORING": str(attrs["scoring"]), "GROUPS": groups,
             "GROUPS_BLOCK": power_of_two(groups), "CHOSEN_GROUPS": int(attrs["chosen_groups"]),

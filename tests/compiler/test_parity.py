@@ -52,7 +52,10 @@ def build_traced(
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        find = tiny.source.checkpoint.tensors.__getitem__
+
+        def find(name: str) -> WeightRef:
+            return WeightRef.of(tiny.source.checkpoint.tensors[name])
+
         monkeypatch.setattr(front_end, "trace_source", lambda source, dtype, max_seq_len: (graph, find))
         monkeypatch.setattr(front_end, "run_passes", lambda *_, **__: dict(tiny.counts))
         (tmp_path / "out").mkdir()
