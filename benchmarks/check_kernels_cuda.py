@@ -218,6 +218,11 @@ class Device:
             function = self._call("cuModuleGetFunction", module, fields["symbol"].encode())
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._call("cuFuncSetAttribute", function, attribute, fields["shared_bytes"])
+            if fields["prefers_l1"]:
+                attribute = (
+                    self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                )
+                self._call("cuFuncSetAttribute", function, attribute, 0)
             self._functions[digest] = (module, function)
         return self._functions[digest][1]
 
@@ -234,6 +239,7 @@ class Device:
             values.append(value.data_ptr() if kind.startswith("*") else value)
             types.append(ctypes.c_void_p if kind.startswith("*") else _CTYPES[kind])
         x, y, z = launch["grid"]
+        x *= fields["cluster"]
         values += [self.scratch(fields["scratch_bytes"] * x * y * z), 0]
         types += [ctypes.c_void_p] * 2
         stream = self._torch.cuda.current_stream().cuda_stream
@@ -242,12 +248,20 @@ class Device:
         config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
         config.blockDimX, config.blockDimY, config.blockDimZ = fields["threads"], 1, 1
         config.sharedMemBytes, config.hStream = fields["shared_bytes"], stream
+        attributes, ids = [], driver.CUlaunchAttributeID
         if fields["overlap"] and "TAPEOUT_NO_OVERLAP" not in os.environ:
             attribute = driver.CUlaunchAttribute()
-            ids = driver.CUlaunchAttributeID
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if fields["cluster"] > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = fields["cluster"], 1, 1
+            attributes.append(attribute)
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         params = (tuple(values), tuple(types))
         self._call("cuLaunchKernelEx", config, self.function(launch["kernel"]), params, 0)
 

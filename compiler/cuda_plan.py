@@ -311,6 +311,8 @@ class KernelTable:
                     kernel.scratch_bytes,
                     kernel.num_scratch,
                     kernel.overlap,
+                    kernel.cluster,
+                    kernel.prefers_l1,
                 )
             )
         return self._index[key]
@@ -318,7 +320,7 @@ class KernelTable:
     def scratch_bytes(self, range_: RangeLaunches) -> int:
         """The largest scratch a launch of the range wants: per block, times its blocks."""
         return max(
-            math.prod(d.blocks(range_.max_rows) for d in launch.grid)
+            self.table[launch.kernel].blocks(math.prod(d.blocks(range_.max_rows) for d in launch.grid))
             * self.table[launch.kernel].scratch_bytes
             for launch in range_.launches
         )

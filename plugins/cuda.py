@@ -72,12 +72,18 @@ class KernelSpec:
     divisible_by_16: tuple[str, ...] = ()
     #: False: every product and sum is rounded by itself, as in numpy
     fp_fusion: bool = True
+    #: blocks a program is: a cluster of them, which share their shared memory (SM 90 and above)
+    cluster: int = 1
+    #: the kernel's loads on their way lie in the first level cache, which therefore gets all it can
+    prefers_l1: bool = False
 
     def key(self) -> str:
-        """Identity of the cubin for one compiler and SM."""
+        """Identity of the kernel for one compiler and SM."""
         constants = sorted((k, repr(v)) for k, v in self.constants.items())
         parts = (self.module, self.function, self.signature, constants, self.num_warps, self.num_stages)
-        return repr((*parts, self.divisible_by_16, self.fp_fusion))
+        special = {"cluster": self.cluster} if self.cluster > 1 else {}
+        special |= {"prefers_l1": 1} if self.prefers_l1 else {}
+        return repr((*parts, self.divisible_by_16, self.fp_fusion, *special.items()))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Kernel:
         scratch_pointers: trailing pointer parameters beyond `args` (the first gets the scratch).
         overlap: its blocks may start before the launch ahead of it has ended (programmatic dependent
             launch): it waits by itself before it touches what other launches write or read.
+        cluster: blocks a program of the grid is, which run side by side and reach each other's memory.
+        prefers_l1: shared memory and the first level cache share their place; it wants the cache.
     """
 
     blob: str
@@ -38,6 +40,12 @@ class Kernel:
     scratch_bytes: int
     scratch_pointers: int
     overlap: bool
+    cluster: int = 1
+    prefers_l1: bool = False
+
+    def blocks(self, programs: int) -> int:
+        """Blocks of a grid of so many programs."""
+        return programs * self.cluster
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class KernelArg:
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks in one dimension: ceil(rows / per_block) * times; `per_block` 0: `times`."""
+    """Programs in one dimension: ceil(rows / per_block) * times; `per_block` 0: `times`."""
 
     per_block: int
     times: int

@@ -130,9 +130,10 @@ class Kernels:
         self._table, self._cubins, self._stream = table, cubins, stream
         self._functions: dict[int, Function] = {}
 
-    def scratch_bytes(self, index: int, blocks: int) -> int:
-        """Global scratch that a launch of so many blocks wants."""
-        return self._table[index].scratch_bytes * blocks
+    def scratch_bytes(self, index: int, programs: int) -> int:
+        """Global scratch that a launch of so many programs wants."""
+        kernel = self._table[index]
+        return kernel.scratch_bytes * kernel.blocks(programs)
 
     def launch(
         self,
@@ -143,21 +144,23 @@ class Kernels:
         scratch: int = 0,
     ) -> None:
         """Queue a launch; `values` are the kernel's own arguments."""
+        self.load(index)
         kernel = self._table[index]
-        if index not in self._functions:
-            cubin = self._cubins(kernel.blob)
-            self._functions[index] = Function(cubin, kernel.symbol, kernel.shared_bytes)
         pointers = [scratch if i == 0 and kernel.scratch_bytes else 0 for i in range(kernel.scratch_pointers)]
         launch(
             self._functions[index], grid, kernel.threads, kernel.shared_bytes, self._stream,
             [*values, *pointers], [*types, *(ctypes.c_void_p for _ in pointers)], overlap=kernel.overlap,
+            cluster=kernel.cluster,
         )  # fmt: skip
 
     def load(self, index: int) -> None:
         """Load a kernel now: loading is not allowed while a stream is captured."""
         if index not in self._functions:
             kernel = self._table[index]
-            self._functions[index] = Function(self._cubins(kernel.blob), kernel.symbol, kernel.shared_bytes)
+            cubin = self._cubins(kernel.blob)
+            self._functions[index] = Function(
+                cubin, kernel.symbol, kernel.shared_bytes, prefers_l1=kernel.prefers_l1
+            )
 
     def close(self) -> None:
         for function in self._functions.values():

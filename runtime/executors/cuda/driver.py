@@ -168,18 +168,26 @@ class Event:
 
 
 class Function:
-    """A kernel of a cubin, allowed to use the dynamic shared memory it was compiled for."""
+    """A kernel of a cubin, allowed to use the dynamic shared memory it was compiled for.
 
-    def __init__(self, cubin: bytes, symbol: str, shared_bytes: int) -> None:
+    prefers_l1: a multiprocessor's memory goes to the cache while the kernel runs. Else the driver divides
+    it, and leaves it as it was for the kernel before where that will do.
+    """
+
+    def __init__(self, cubin: bytes, symbol: str, shared_bytes: int, *, prefers_l1: bool = False) -> None:
         self._module = check(cu.cuModuleLoadData(cubin), f"loading kernel {symbol}")
         try:
             self.handle = check(
                 cu.cuModuleGetFunction(self._module, symbol.encode()), f"finding kernel {symbol}"
             )
+            attributes = cu.CUfunction_attribute
             if shared_bytes > 48 << 10:
-                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 result = cu.cuFuncSetAttribute(self.handle, attribute, shared_bytes)
                 check(result, f"giving {symbol} shared memory")
+            if prefers_l1:
+                attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                check(cu.cuFuncSetAttribute(self.handle, attribute, 0), f"giving {symbol} the cache")
         except BaseException:
             self.close()
             raise
@@ -198,17 +206,22 @@ def launch(
     types: Sequence[type],
     *,
     overlap: bool = False,
+    cluster: int = 1,
 ) -> None:
     """One kernel launch, or one node while a stream is captured.
 
-    overlap: blocks may start before the launch ahead has ended (programmatic dependent launch).
+    grid: programs. overlap: blocks may start before the launch ahead has ended (programmatic dependent
+    launch). cluster: blocks a program is.
     """
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.gridDimX *= cluster
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.hStream = shared, stream.handle
-    if overlap:
-        config.attrs, config.numAttrs = [_overlap_attribute()], 1
+    attributes = [_overlap_attribute()] if overlap else []
+    attributes += [_cluster_attribute(cluster)] if cluster > 1 else []
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     params = (tuple(values), tuple(types))
     check(cu.cuLaunchKernelEx(config, function.handle, params, 0), "launching a kernel")
 
@@ -218,4 +231,13 @@ def _overlap_attribute() -> Any:
     attribute = cu.CUlaunchAttribute()
     attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+@cache
+def _cluster_attribute(size: int) -> Any:
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = attribute.value.clusterDim
+    dimension.x, dimension.y, dimension.z = size, 1, 1
     return attribute

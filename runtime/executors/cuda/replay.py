@@ -12,7 +12,7 @@ from cuda.bindings import driver as cu
 
 from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine.container import DTYPES
-from tapeout.runtime.engine.launches import KernelArg, Launch, LaunchTable, RangeLaunches
+from tapeout.runtime.engine.launches import Kernel, KernelArg, Launch, LaunchTable, RangeLaunches
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
 from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
@@ -63,8 +63,7 @@ class Replay:
         self._sampling = Record("sample", (program.logits,), (), (), {}, "")
         with ExitStack() as stack:
             self._functions = [
-                stack.enter_context(closing(Function(cubins[k.blob], k.symbol, k.shared_bytes)))
-                for k in table.kernels
+                stack.enter_context(closing(_function(cubins, kernel))) for kernel in table.kernels
             ]
             self._resources = stack.pop_all()
 
@@ -133,7 +132,7 @@ class Replay:
         function = self._functions[item.kernel]
         launch(
             function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types,
-            overlap=kernel.overlap,
+            overlap=kernel.overlap, cluster=kernel.cluster,
         )  # fmt: skip
 
     def _argument(self, argument: KernelArg, record: Record | None) -> tuple[int | float, type]:
@@ -194,6 +193,10 @@ def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
             "the engine's launches cannot be replayed: " + "; ".join(problems),
             hint="build the engine again with this version: tapeout build",
         )
+
+
+def _function(cubins: Mapping[str, bytes], kernel: Kernel) -> Function:
+    return Function(cubins[kernel.blob], kernel.symbol, kernel.shared_bytes, prefers_l1=kernel.prefers_l1)
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:
