@@ -10,6 +10,7 @@ from typing import Any
 
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.linear.cublaslt import CublasLt
 from tapeout.plugins.linear.parts import LinearParts, norm_launches, normed_row_elements
 from tapeout.plugins.triton_aot.tactic import (
     Argument,
@@ -556,6 +557,7 @@ def linear_tactics(op_name: str) -> tuple[CudaTactic, ...]:
         Tiled(op_name, Tile(t=128, n=128, k=64, warps=8), "bfloat16"),
         *(Persistent(op_name, tile) for tile in _PERSISTENT),
         *(Stream(op_name, tile) for tile in _STREAM),
+        CublasLt(op_name),
     )
 
 
