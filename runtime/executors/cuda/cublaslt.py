@@ -30,8 +30,9 @@ _R_32F, _TYPES = 0, {"bfloat16": 14}  # cudaDataType: CUDA_R_32F, CUDA_R_16BF
 _OP_T = 1  # CUBLAS_OP_T
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 7, 8  # CUBLASLT_MATMUL_DESC_*
 _EPILOGUE_DEFAULT, _EPILOGUE_BIAS = 1, 4  # CUBLASLT_EPILOGUE_*
-_PREF_MAX_WORKSPACE_BYTES = 1  # CUBLASLT_MATMUL_PREF_*
+_PREF_MAX_WORKSPACE_BYTES, _PREF_REDUCTION_SCHEME_MASK = 1, 3  # CUBLASLT_MATMUL_PREF_*
 _PREF_MIN_ALIGNMENTS = (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_{A,B,C,D}_BYTES
+_REDUCTION_COMPUTE_TYPE = 2  # CUBLASLT_REDUCTION_SCHEME_*: partial sums, if any, stay float32
 _ALIGNMENT = 16  # bytes that operands' addresses are multiples of
 _SUCCESS, _ALLOC_FAILED = 0, 3  # CUBLAS_STATUS_*
 
@@ -314,6 +315,8 @@ class CublasLt:
             set_ = "cublasLtMatmulPreferenceSetAttribute"
             limit = ctypes.c_uint64(call.workspace_bytes)
             self._set(set_, preference, _PREF_MAX_WORKSPACE_BYTES, limit)
+            scheme = ctypes.c_uint32(_REDUCTION_COMPUTE_TYPE)
+            self._set(set_, preference, _PREF_REDUCTION_SCHEME_MASK, scheme)
             for which in _PREF_MIN_ALIGNMENTS:
                 self._set(set_, preference, which, ctypes.c_uint32(_ALIGNMENT))
             yield preference
