@@ -20,7 +20,6 @@ from typing import Any
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.tactic_timer.pack_file import read_pack
 
-
 _WORDS = (0x7A9E, 1, *[0] * 6)  # the stub's mark, and the number of the algorithm
 ALGORITHM = {
     "data": b"".join(word.to_bytes(8, "little") for word in _WORDS).hex(),
