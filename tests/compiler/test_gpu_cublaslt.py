@@ -299,7 +299,6 @@ def test_native_alone(cache: Path, build: Callable[..., tuple[Result, Path]]) ->
 
 
 def test_where_the_library_is_missing(
-    self,
     pack: Path,
     tmp_path: Path,
     build: Callable[..., tuple[Result, Path]],
