@@ -103,16 +103,18 @@ def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:
     lost, timed = [], 0
     for (index, candidate), result in times.results.items():
         entry = pack.entries[index]
-        tactic, outcome = entry.candidates[candidate], Outcome(result.time_us, result.reason)
-        timings.put(
-            entry.signature,
-            entry.kind,
-            entry.conditions,
-            entry.rows,
-            tactic.kernel_hash,
-            tactic.tactic,
-            outcome,
-        )
+        tactic = entry.candidates[candidate]
+        outcome = Outcome(result.time_us, result.reason, result.algorithm)
+        if not result.unavailable:  # where the library is it may be fast
+            timings.put(
+                entry.signature,
+                entry.kind,
+                entry.conditions,
+                entry.rows,
+                tactic.kernel_hash,
+                tactic.tactic,
+                outcome,
+            )
         if result.time_us is None:
             lost.append((entry.title(), tactic.tactic, str(result.reason)))
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.linear.cublaslt import CublasLt
 from tapeout.plugins.linear.cuda_family import (
     MIN_DOT,
     OPERANDS,
@@ -220,6 +221,7 @@ def linear_tactics(op_name: str) -> tuple[CudaTactic, ...]:
         Tiled(op_name, Tile(t=128, n=128, k=64, warps=8), "bfloat16"),
         *(Persistent(op_name, tile) for tile in _PERSISTENT),
         *(Stream(op_name, tile) for tile in _STREAM),
+        CublasLt(op_name),
     )
 
 

@@ -138,7 +138,8 @@ class Maker:
         found = {}
         for name in PACKED:
             lowered = lower_model(self.tiny(name, **SMALL), options, Stages(SilentProgress()), lambda _: None)
-            for contest in contests(signatures_of(lowered.module), lowered.limits, target):
+            signatures, limits = signatures_of(lowered.module), lowered.limits
+            for contest in contests(signatures, limits, target, providers=options.providers):
                 if is_packed(name, contest.signature.op, contest.rows):
                     found[contest.key, contest.kind, contest.rows] = contest
         file = make_pack(list(found.values()), lowered.limits, target, self.target)

@@ -7,7 +7,8 @@ loaded by `open_device`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -168,6 +169,18 @@ class Event:
 
     def close(self) -> None:
         cu.cuEventDestroy(self.handle)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """What capturing forbids is allowed on this thread: libraries load kernels on first use."""
+    doing = "changing what capturing forbids"
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(cu.cuThreadExchangeStreamCaptureMode(relaxed), doing)
+    try:
+        yield
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(before), doing)
 
 
 class Function:

@@ -13,8 +13,9 @@ from cuda.bindings import driver as cu
 
 from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine.container import DTYPES
-from tapeout.runtime.engine.launches import KernelArg, Launch, LaunchTable, RangeLaunches
+from tapeout.runtime.engine.launches import KernelArg, Launch, LaunchTable, Matmul, RangeLaunches
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
+from tapeout.runtime.executors.cuda.cublaslt import Call, CublasLt, check_matmul
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
 from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
@@ -57,12 +58,21 @@ class Bucket:
 
 
 class Replay:
-    """Captures one graph for each bucket on first use and keeps it."""
+    """Captures one graph for each bucket on first use and keeps it.
+
+    products: the library, where the table has products for it.
+    """
 
     def __init__(
-        self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory
+        self,
+        program: Program,
+        table: LaunchTable,
+        cubins: Mapping[str, bytes],
+        memory: Memory,
+        products: CublasLt | None = None,
     ) -> None:
         self._program, self._table, self._memory = program, table, memory
+        self._products = products
         self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
         self._graphs: dict[tuple[Bucket, Sampling], Any] = {}
@@ -115,8 +125,8 @@ class Replay:
     def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
         rows = {"T": bucket.rows, "R": bucket.logit_rows}
         special = self._table.decode_ranges if bucket.decode else {}
-        for item in self._table.fill:
-            self._launch(item, None, rows["T"], stream)
+        for filling in self._table.fill:
+            self._launch(filling, None, rows["T"], stream)
         for record in self._program.records:
             count = rows[str(record.outputs[0].shape[0])]
             ranges = special.get(record.signature) or self._table.ranges[record.signature]
@@ -127,7 +137,12 @@ class Replay:
             for item in _range(self._table.sample_full if full else self._table.sample, rows["R"]).launches:
                 self._launch(item, self._sampling, rows["R"], stream)
 
-    def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
+    def _launch(self, item: Launch | Matmul, record: Record | None, rows: int, stream: Stream) -> None:
+        if isinstance(item, Matmul):
+            assert self._products is not None, "the library of the table's products"
+            call = Call.of(item, rows, lambda argument: self._argument(argument, record)[0])
+            self._products.matmul(call, item.algorithm, stream)
+            return
         kernel = self._table.kernels[item.kernel]
         x, y, z = (dim.blocks(rows) for dim in item.grid)
         values, types = [], []
@@ -192,9 +207,11 @@ def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
 
     For a device that is not opened yet: nothing has been loaded when this is told.
     """
-    launches = [*table.fill, *(item for r in table.all_ranges() for item in r.launches)]
+    launches = table.everything()
     kinds = {argument.kind for item in launches for argument in item.args}
     problems = [f"arguments of kind {kind!r}, which is unknown" for kind in sorted(kinds - _KINDS)]
+    products = {item for item in launches if isinstance(item, Matmul)}
+    problems += sorted({p for item in products if (p := check_matmul(item)) is not None})
     problems += [f"no cubin {k.blob}" for k in table.kernels if k.blob not in cubins]
     if problems:
         raise EngineIncompatibleError(

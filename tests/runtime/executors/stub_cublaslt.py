@@ -1,0 +1,46 @@
+"""A libcublasLt on host memory, compiled from stub_cublaslt.c; and its calls as nodes of a fake graph."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fake_cuda import FakeCuda, Launched
+
+SYMBOL = "cublasLtMatmul"  # of a call among launches; its values are the words of CALL
+CALL = (
+    "m", "n", "k", "lda", "ldb", "ldc", "ldd", "a", "b", "c", "bias", "d", "algorithm", "wrong",
+)  # fmt: skip
+_Words = ctypes.c_int64 * len(CALL)
+
+
+def compile_stub(folder: Path, major: int = 13, **macros: int) -> Path:
+    """The library, named as the loader looks for it; `macros` as VERSION=130100."""
+    path = folder / f"libcublasLt.so.{major}"
+    source = Path(__file__).with_name("stub_cublaslt.c")
+    defined = [f"-D{name}={value}" for name, value in macros.items()]
+    command = [sys.executable, "-m", "ziglang", "cc", "-O1", "-shared", "-fPIC", *defined]
+    subprocess.run([*command, "-o", str(path), str(source)], check=True)
+    return path
+
+
+def capture_calls(library: ctypes.CDLL, cuda: FakeCuda) -> Any:
+    """Put calls among the launches that `cuda` captures. Keep what is returned as long as they come."""
+
+    def take(call: int) -> None:
+        assert cuda._recording is not None, "a product was queued outside a graph"
+        words = tuple(_Words.from_address(call))
+        cuda._recording.append(Launched(SYMBOL, (1, 1, 1), 0, 0, words, (), overlap=False))
+
+    hook = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(take)
+    library.stub_hook(hook)
+    return hook
+
+
+def compute(library: ctypes.CDLL, launched: Launched) -> None:
+    """Run a captured call."""
+    words = _Words(*(int(v) for v in launched.values))
+    library.stub_compute(ctypes.byref(words))
