@@ -152,9 +152,9 @@ def _is_algorithm(algorithm: Any) -> bool:
         return True
     if not isinstance(algorithm, dict) or algorithm.keys() != {"data", "version", "workspace_bytes"}:
         return False
-    version, size, data = algorithm["version"], algorithm["workspace_bytes"], str(algorithm["data"])
+    version, size, data = algorithm["version"], algorithm["workspace_bytes"], algorithm["data"]
     numbers = type(version) is int and version >= 10000 and type(size) is int and size >= 0
-    return numbers and _HEX_64.fullmatch(data) is not None
+    return numbers and isinstance(data, str) and _HEX_64.fullmatch(data) is not None
 
 
 def _is_gpu(gpu: Any) -> bool:

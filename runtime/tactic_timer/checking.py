@@ -72,6 +72,7 @@ class Checker:
 
     def _run(self, candidate: Candidate, outputs: Sequence[Matrix], pool: int) -> None:
         self._shared.kernels.load_all(candidate.launches.launches)
+        self._operands.warm_up(candidate.launches, outputs)  # kernels of a library
         self._operands.poison(outputs)
 
         def launches() -> None:

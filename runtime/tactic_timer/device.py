@@ -179,7 +179,7 @@ class Products:
         self._library: CublasLt | None = None
 
     def library(self) -> CublasLt:
-        """Raises EngineIncompatibleError where it is not found, TapeoutError where it does not start."""
+        """Raises EngineIncompatibleError where it is not found or does not start, CapacityError."""
         if self._library is None:
             self._library = CublasLt(find_library())
         return self._library

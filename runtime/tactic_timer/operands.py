@@ -148,6 +148,13 @@ class Operands:
                 self._workspace + self._workspace_bytes,
             )  # fmt: skip
 
+    def warm_up(self, launches: RangeLaunches, outputs: Sequence[Matrix]) -> None:
+        """Run products once, that the library loads its kernels outside a capture; results are garbage."""
+        for item in launches.launches:
+            if isinstance(item, Matmul):
+                call = self.call(item, outputs, 0)
+                self._shared.products.library().matmul(call, item.algorithm, self._shared.stream)
+
     def call(self, item: Matmul, outputs: Sequence[Matrix], copy: int) -> Call:
         """A product over one set of weights, with its addresses."""
         return Call.of(item, self.entry.rows, lambda arg: self._argument(arg, outputs, 0, copy, 0)[0])

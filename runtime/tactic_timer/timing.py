@@ -41,6 +41,7 @@ class Timer:
         further.
         """
         self._shared.kernels.load_all(candidate.launches.launches)
+        self._operands.warm_up(candidate.launches, self._outputs)  # kernels of a library
         calls = max(_FIRST_CALLS, self._copies)
         with closing(self._graph(candidate, calls)) as graph:
             self._replays_us(graph, 1)  # instructions and descriptors reach the device

@@ -99,7 +99,7 @@ class Worker:
                 if problem := checker.reference_problem():
                     raise TapeoutError(problem)
             for c in sorted(untold):
-                if (missing := self._missing_library(entry.candidates[c])) is not None:
+                if (missing := self._missing_library(index, c)) is not None:
                     self._tell(index, c, reason=missing, unavailable=True)
                     untold.remove(c)
                     continue
@@ -111,14 +111,16 @@ class Worker:
                     untold.remove(c)
         return correct
 
-    def _missing_library(self, candidate: Candidate) -> str | None:
+    def _missing_library(self, index: int, c: int) -> str | None:
         """Why a candidate cannot be tried on this machine at all; None when it can."""
-        if not any(isinstance(item, Matmul) for item in candidate.launches.launches):
+        launches = self._pack.entries[index].candidates[c].launches.launches
+        if not any(isinstance(item, Matmul) for item in launches):
             return None
         try:
-            self._shared.products.library()
+            with self._step(index, c, "check"):
+                self._shared.products.library()
         except TapeoutError as error:  # not there, or it cannot be started with this driver
-            return error.message
+            return f"{error.message} ({error.hint})" if error.hint else error.message
         return None
 
     def _right_variants(self, index: int, c: int, checker: Checker) -> tuple[list[Variant], str]:

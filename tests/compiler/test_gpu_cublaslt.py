@@ -179,6 +179,7 @@ class TestChoice:
         {"data": "ab" * 63, "version": 130100, "workspace_bytes": 0},
         {"data": "ab" * 64, "version": "13", "workspace_bytes": 0},
         {"data": "ab" * 64, "version": 130100},
+        {"data": 10**127, "version": 130100, "workspace_bytes": 0},
     ],
 )
 def test_a_cache_with_a_broken_algorithm_is_none(tmp_path: Path, stored: dict[str, Any]) -> None:
@@ -306,7 +307,10 @@ def test_where_the_library_is_missing(
 ) -> None:
     monkeypatch.setenv("NO_CUBLASLT", "1")
     cache = tmp_path / "cache.json"
-    assert "lost: cublaslt of " in run("time", pack, "-o", cache)
+    told = run("time", pack, "-o", cache)
+    places = sum(c.tactic == "cublaslt" for e in read_pack(pack).pack.entries for c in e.candidates)
+    assert f"lost: cublaslt at {places} places: no libcublasLt\n" in told
+    assert told.count("lost: cublaslt") == 1
     assert "cublaslt" not in cache.read_text()
     result, path = build("--timing-cache", cache)
     assert result.exit_code == 0, result.stderr

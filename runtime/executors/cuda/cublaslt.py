@@ -120,7 +120,7 @@ def library_for(versions: tuple[int, ...]) -> Library:
     """The library that algorithms of these versions are for; nothing is allocated.
 
     Raises EngineIncompatibleError where it is missing or of another major version. Another minor one
-    is a warning in the log: every algorithm is checked by the library before it is used.
+    is a warning in the log: the library checks every algorithm when an engine is loaded.
     """
     majors = sorted({version // 10000 for version in versions})
     wanted = " and ".join(map(version_text, versions))
@@ -147,7 +147,7 @@ def library_for(versions: tuple[int, ...]) -> Library:
 
 
 def _install(major: int) -> str:
-    return f"pip install {_WHEELS.get(major, _WHEELS[MAJORS[0]])}"
+    return f"pip install '{_WHEELS.get(major, _WHEELS[MAJORS[0]])}=={major}.*'"
 
 
 @cache
@@ -215,11 +215,20 @@ class _Descriptors:
 
 
 class CublasLt:
-    """A handle of the library in the current context, freed by `close`."""
+    """A handle of the library in the current context, freed by `close`.
+
+    Raises EngineIncompatibleError where it does not start with this driver, CapacityError for want of memory.
+    """
 
     def __init__(self, library: Library) -> None:
         self._library, self._handle = library, ctypes.c_void_p()
-        library.call("cublasLtCreate", ctypes.byref(self._handle), doing="opening the library")
+        try:
+            library.call("cublasLtCreate", ctypes.byref(self._handle), doing="opening the library")
+        except CapacityError:
+            raise
+        except TapeoutError as error:
+            hint = f"cuBLAS {library.major} needs a driver for CUDA {library.major}"
+            raise EngineIncompatibleError(error.message, hint=hint) from None
 
     @property
     def version(self) -> int:
@@ -240,16 +249,41 @@ class CublasLt:
             if result.state == _SUCCESS and result.workspace_size <= call.workspace_bytes
         ]
 
-    def matmul(self, call: Call, algorithm: str, stream: Stream) -> None:
-        """Queue a product, while a stream is captured as nodes of its graph.
+    def check(self, call: Call, algorithm: str) -> None:
+        """Ask whether the library knows these 64 bytes, which it may not have written; nothing is queued.
 
-        Raises EngineIncompatibleError where this library cannot run the algorithm on this GPU.
+        Raises EngineIncompatibleError where it cannot run the algorithm on this GPU.
         """
-        data = _Algorithm.from_buffer_copy(bytes.fromhex(algorithm))
+        data, result = _algorithm(algorithm), _Heuristic()
+        with self._described(call) as made:
+            try:
+                self._library.call(
+                    "cublasLtMatmulAlgoCheck", self._handle, made.operation, made.a, made.b, made.c, made.d,
+                    ctypes.byref(data), ctypes.byref(result),
+                    doing=f"checking the algorithm of {_shape(call)}",
+                )  # fmt: skip
+            except TapeoutError as error:
+                raise EngineIncompatibleError(error.message, hint=_TIME_AGAIN) from None
+        if result.state != _SUCCESS or result.workspace_size > call.workspace_bytes:
+            raise EngineIncompatibleError(
+                f"cuBLASLt {version_text(self.version)} does not run the algorithm of {_shape(call)}: status "
+                f"{result.state}, {result.workspace_size:,} bytes of workspace, expected 0 and at most "
+                f"{call.workspace_bytes:,}",
+                hint=_TIME_AGAIN,
+            )
+
+    def matmul(self, call: Call, algorithm: str, stream: Stream) -> None:
+        """Queue a product; while the stream is captured, nodes of its graph.
+
+        The first time, the library loads kernels: make such a call once before it is captured. Kernels of
+        the library wait for nothing by themselves; queued without programmatic dependent launch they start
+        when all that was queued before has ended.
+        """
+        data = _algorithm(algorithm)
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(float(call.has_addend))
         c = call.addend if call.has_addend else call.out  # not read where beta is 0
         with self._described(call) as made, relaxed_capture():
-            self._check(call, made, data)
+            stream.after_library = True
             self._library.call(
                 "cublasLtMatmul", self._handle, made.operation, ctypes.byref(alpha), call.weight, made.a,
                 call.x, made.b, ctypes.byref(beta), c, made.c, call.out, made.d, ctypes.byref(data),
@@ -261,24 +295,6 @@ class CublasLt:
         if self._handle:
             self._library.call("cublasLtDestroy", self._handle, doing="closing the library")
             self._handle = ctypes.c_void_p()
-
-    def _check(self, call: Call, made: _Descriptors, data: _Algorithm) -> None:
-        """The library reads 64 bytes it may not have written: ask whether it knows them."""
-        result = _Heuristic()
-        try:
-            self._library.call(
-                "cublasLtMatmulAlgoCheck", self._handle, made.operation, made.a, made.b, made.c, made.d,
-                ctypes.byref(data), ctypes.byref(result), doing=f"checking the algorithm of {_shape(call)}",
-            )  # fmt: skip
-        except TapeoutError as error:
-            raise EngineIncompatibleError(error.message, hint=_TIME_AGAIN) from None
-        if result.state != _SUCCESS or result.workspace_size > call.workspace_bytes:
-            raise EngineIncompatibleError(
-                f"cuBLASLt {version_text(self.version)} does not run the algorithm of {_shape(call)}: status "
-                f"{result.state}, {result.workspace_size:,} bytes of workspace, expected 0 and at most "
-                f"{call.workspace_bytes:,}",
-                hint=_TIME_AGAIN,
-            )
 
     @contextmanager
     def _described(self, call: Call) -> Iterator[_Descriptors]:
@@ -329,6 +345,10 @@ class CublasLt:
 
 
 _TIME_AGAIN = "time its products with this library (tapeout time), or build with --tactics native"
+
+
+def _algorithm(data: str) -> _Algorithm:
+    return _Algorithm.from_buffer_copy(bytes.fromhex(data))
 
 
 def _shape(call: Call) -> str:

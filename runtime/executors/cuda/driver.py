@@ -132,11 +132,16 @@ class PinnedMemory:
 
 
 class Stream:
-    """A non-blocking stream."""
+    """A non-blocking stream.
+
+    after_library: a library's call is the last that was queued. What nodes it was, and on what terms they
+        end, only the library knows, so the launch behind it waits for all of it (see `launch`).
+    """
 
     def __init__(self) -> None:
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.handle = check(cu.cuStreamCreate(flags), "creating a stream")
+        self.after_library = False
 
     def upload(self, device: int, host: int, size_bytes: int) -> None:
         check(cu.cuMemcpyHtoDAsync(device, host, size_bytes, self.handle), "copying to the device")
@@ -217,8 +222,10 @@ def launch(
 ) -> None:
     """One kernel launch, or one node while a stream is captured.
 
-    overlap: blocks may start before the launch ahead has ended (programmatic dependent launch).
+    overlap: blocks may start before the launch ahead has ended (programmatic dependent launch), unless that
+        was a library's: such an edge is one between kernels, and a library may end with another node.
     """
+    overlap, stream.after_library = overlap and not stream.after_library, False
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -46,6 +46,7 @@ class FakeCuda:
         self.sm, self.name, self.driver, self.free = sm, name, driver, free
         self.open = {"memory": 0, "pinned": 0, "stream": 0, "event": 0, "module": 0, "graph": 0, "exec": 0}
         self.launched: list[Launched] = []
+        self.launched_outside: list[Launched] = []  # of graphs
         self.graph_launches = 0
         self.on_launch: Callable[[Launched], None] = lambda launched: None
         self.fail: set[str] = set()  # calls that report an error

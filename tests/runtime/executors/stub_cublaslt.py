@@ -28,16 +28,27 @@ def compile_stub(folder: Path, major: int = 13, **macros: int) -> Path:
 
 
 def capture_calls(library: ctypes.CDLL, cuda: FakeCuda) -> Any:
-    """Put calls among the launches that `cuda` captures. Keep what is returned as long as they come."""
+    """Put calls among the launches that `cuda` captures, or run them where it does not capture. Keep what is
+    returned as long as they come."""
 
     def take(call: int) -> None:
-        assert cuda._recording is not None, "a product was queued outside a graph"
         words = tuple(_Words.from_address(call))
-        cuda._recording.append(Launched(SYMBOL, (1, 1, 1), 0, 0, words, (), overlap=False))
+        launched = Launched(SYMBOL, (1, 1, 1), 0, 0, words, (), overlap=False)
+        if cuda._recording is not None:
+            cuda._recording.append(launched)
+        else:
+            cuda.launched_outside.append(launched)
+            cuda.on_launch(launched)
 
     hook = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(take)
     library.stub_hook(hook)
     return hook
+
+
+def kernel_of(launched: Launched) -> tuple[Any, ...]:
+    """What decides which kernel a call loads: its shape and its algorithm."""
+    call = dict(zip(CALL, launched.values, strict=True))
+    return tuple(call[name] for name in ("m", "n", "k", "algorithm"))
 
 
 def compute(library: ctypes.CDLL, launched: Launched) -> None:

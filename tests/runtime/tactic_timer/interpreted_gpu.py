@@ -31,7 +31,7 @@ from fake_cuda import Launched
 from fake_kernels import compile_nothing
 from idle_gpu import IdleCuda
 from interpret_cuda import teach_bfloat16
-from stub_cublaslt import CALL, SYMBOL, capture_calls, compute
+from stub_cublaslt import CALL, SYMBOL, capture_calls, compute, kernel_of
 
 from tapeout.compiler.tactics import gpu_pack
 from tapeout.compiler.tactics.gpu_contests import Contest, contests
@@ -89,6 +89,8 @@ class InterpretedCuda(IdleCuda):
     def _run(self, launched: Launched) -> None:
         if launched.symbol == SYMBOL:
             assert self.products is not None
+            ran = map(kernel_of, self.launched_outside)
+            assert kernel_of(launched) in ran, "a product was captured that had not run before"
             compute(self.products, launched)
             self.spend(50 - 10 * dict(zip(CALL, launched.values, strict=True))["algorithm"])
             return

@@ -141,4 +141,5 @@ def test_products_of_a_library(tmp_path: Path) -> None:
 def test_a_machine_without_the_library() -> None:
     (messages,) = run({"gated": product_jobs()["gated"]}, STUB_CUBLASLT="").values()
     (outcome,) = [m for m in messages if m["event"] == "outcome"]
-    assert (outcome["reason"], outcome["unavailable"]) == ("libcublasLt was not found", True)
+    told = "libcublasLt was not found (pip install 'nvidia-cublas==13.*')"
+    assert (outcome["reason"], outcome["unavailable"]) == (told, True)

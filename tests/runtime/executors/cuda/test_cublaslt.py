@@ -135,17 +135,18 @@ def test_errors_say_what_was_done(library: CublasLt, call: Call) -> None:
     with pytest.raises(
         EngineIncompatibleError, match=r"checking the algorithm of a product \[5, 16\]"
     ) as told:
-        run(library, call, unknown)
+        library.check(call, unknown)
     assert "tapeout time" in str(told.value.hint)
     last = library.algorithms(call, 3)[2].data
     with pytest.raises(
         EngineIncompatibleError, match=r"2,048 bytes of workspace, expected 0 and at most 1,024"
     ):
-        run(library, replace(call, workspace_bytes=1024), last)
+        library.check(replace(call, workspace_bytes=1024), last)
+    library.check(call, last)
 
 
 def test_a_library_that_does_not_start(tmp_path: Path, cuda: FakeCuda) -> None:
-    with pytest.raises(TapeoutError, match="opening the library: CUBLAS_STATUS_NOT_INITIALIZED"):
+    with pytest.raises(EngineIncompatibleError, match="opening the library: CUBLAS_STATUS_NOT_INITIALIZED"):
         CublasLt(Library(str(compile_stub(tmp_path, START_STATUS=1))))
 
 
@@ -174,22 +175,46 @@ class TestFinding:
             EngineIncompatibleError, match=r"needs libcublasLt 13.*which was not found"
         ) as told:
             library_for((130100,))
-        assert told.value.hint == "pip install nvidia-cublas, or build the engine with --tactics native"
+        wheel = "pip install 'nvidia-cublas==13.*'"
+        assert told.value.hint == f"{wheel}, or build the engine with --tactics native"
         with pytest.raises(EngineIncompatibleError, match="libcublasLt was not found") as told:
             cublaslt.find_library()
-        assert told.value.hint == "pip install nvidia-cublas"
+        assert told.value.hint == wheel
 
     def test_another_major_version(self, stub: Path, found: Callable[..., None]) -> None:
         found(stub)
         words = r"needs libcublasLt 12 \(its products are for cuBLAS 12.9.1\), this machine has 13.1.0"
         with pytest.raises(EngineIncompatibleError, match=words) as told:
             library_for((120901,))
-        assert "pip install nvidia-cublas-cu12" in str(told.value.hint)
+        assert "pip install 'nvidia-cublas-cu12==12.*'" in str(told.value.hint)
 
     def test_two_major_versions(self, found: Callable[..., None]) -> None:
         found()
         with pytest.raises(EngineIncompatibleError, match=r"12.9.1 and 13.1.0, expected one major"):
             library_for((120901, 130100))
+
+    @pytest.mark.parametrize(
+        ("major", "wheel", "folder"),
+        [
+            (13, "nvidia_cublas-13.1.0", "nvidia/cu13/lib"),
+            (13, "nvidia_cublas-13.1.0", "nvidia/cublas/lib"),
+            (12, "nvidia_cublas_cu12-12.9.1.4", "nvidia/cublas/lib"),
+        ],
+    )
+    def test_the_wheels_comes_before_the_loaders(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: int, wheel: str, folder: str
+    ) -> None:
+        """Wherever in it the wheel keeps it; only the wheel of that major version is asked."""
+        file, facts = f"libcublasLt.so.{major}", tmp_path / f"{wheel}.dist-info"
+        facts.mkdir()
+        name, _, version = wheel.partition("-")
+        facts.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        facts.joinpath("RECORD").write_text(f"{folder}/libcublas.so.{major},,\n{folder}/{file},,\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        found = list(cublaslt._places(file, cublaslt._WHEELS[major]))
+        assert found == [str(tmp_path / folder / file), file]
+        other = next(m for m in cublaslt.MAJORS if m != major)
+        assert str(tmp_path) not in "".join(cublaslt._places(file, cublaslt._WHEELS[other]))
 
     def test_files_that_are_none(self, found: Callable[..., None], tmp_path: Path) -> None:
         other = tmp_path / "libcublasLt.so.13"

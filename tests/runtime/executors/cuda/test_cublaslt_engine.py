@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda
 from next_token import NextToken
-from stub_cublaslt import CALL, SYMBOL, capture_calls, compile_stub
+from stub_cublaslt import CALL, SYMBOL, capture_calls, compile_stub, kernel_of
 
 from tapeout.compiler.cuda_plan import _matmul
 from tapeout.plugins.cuda import CudaTarget, MatmulAlgorithm, MatmulSpec
@@ -93,6 +94,13 @@ def test_products_are_queued_while_a_bucket_is_captured(
         last_row = int(call["d"]) + 2 * (int(call["n"]) * int(call["ldd"]) - 1)
         assert cuda.holds(last_row)
         assert (call["bias"], call["algorithm"]) == (0, 1)
+    # Each product has run once before it was captured, so that its kernel was there; layers share it.
+    warmed = [kernel_of(launched) for launched in cuda.launched_outside]
+    assert sorted(warmed) == sorted({kernel_of(x) for x in cuda.launched if x.symbol == SYMBOL})
+    # Behind a product nothing starts early, elsewhere what may does.
+    may = {kernel.symbol for kernel in products.launches.kernels if kernel.overlap}  # type: ignore[union-attr]
+    pairs = [(x.symbol == SYMBOL, y) for x, y in pairwise(cuda.launched) if y.symbol in may]
+    assert {(behind, y.overlap) for behind, y in pairs} == {(True, False), (False, True)}
     # A bucket that was captured asks the library for nothing.
     kept_calls = len(cuda._graphs)
     library.stub_hook(None)
@@ -112,7 +120,7 @@ def test_a_machine_without_the_library(products: Engine, cuda: FakeCuda) -> None
     for load in (lambda: load_executor(products, num_pages=PAGES), lambda: memory_left(products)):
         with pytest.raises(EngineIncompatibleError, match="needs libcublasLt 13") as told:
             load()
-        assert "pip install nvidia-cublas" in str(told.value.hint)
+        assert "pip install 'nvidia-cublas==13.*'" in str(told.value.hint)
     assert allocated(cuda) == {}
 
 
@@ -129,9 +137,38 @@ def test_a_library_that_does_not_start_leaves_nothing(
     products: Engine, cuda: FakeCuda, places: list[Path], tmp_path: Path
 ) -> None:
     places.append(compile_stub(tmp_path, START_STATUS=1))
-    with pytest.raises(Exception, match="opening the library: CUBLAS_STATUS_NOT_INITIALIZED"):
+    with pytest.raises(
+        EngineIncompatibleError, match="opening the library: CUBLAS_STATUS_NOT_INITIALIZED"
+    ) as told:
         load_executor(products, num_pages=PAGES)
+    assert told.value.hint == "cuBLAS 13 needs a driver for CUDA 13"
     assert allocated(cuda) == {}
+
+
+def test_algorithms_the_library_does_not_run_are_refused_when_loading(
+    products: Engine, cuda: FakeCuda, stub: Path, places: list[Path]
+) -> None:
+    """Not in the step that first needs them: of any bucket, decode alone too."""
+    places.append(stub)
+    table = products.launches
+    assert table is not None
+    key, (row,) = next((k, r) for k, r in table.ranges.items() if r[0].tactic == "cublaslt")
+    (good,) = row.launches
+    bad: Any = replace(good, algorithm="00" * 64)  # type: ignore[type-var]
+    small: Any = replace(good, workspace_bytes=512)  # type: ignore[type-var]
+    cases = (
+        ("ranges", 4, bad, r"checking the algorithm of a product \[8, "),
+        ("ranges", 4, small, r"1,024 bytes of workspace, expected 0 and at most 512"),
+        ("decode_ranges", 2, bad, r"checking the algorithm of a product \[4, "),
+    )
+    for kind, rows, item, told in cases:
+        parts = (replace(row, max_rows=rows), replace(row, launches=(item,)))
+        changed = {**getattr(table, kind), key: parts}
+        products.launches = replace(table, **{kind: changed})
+        with pytest.raises(EngineIncompatibleError, match=told) as error:
+            load_executor(products, num_pages=PAGES)
+        assert "--tactics native" in str(error.value.hint)
+        assert allocated(cuda) == {}
 
 
 def test_damaged_products(products: Engine, cuda: FakeCuda) -> None:
