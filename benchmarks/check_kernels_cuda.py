@@ -25,7 +25,7 @@ from typing import Any
 
 from tapeout.plugins.case import Case, signature
 from tapeout.plugins.cpu import OpSignature, TensorType
-from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget
+from tapeout.plugins.cuda import NATIVE, Arg, CudaTactic, CudaTarget
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, cuda_tactics
 from tapeout.plugins.triton_aot.operands import grid_of
@@ -147,7 +147,9 @@ def make(
         for label, case in model_cases(model, dtype):
             op = case.signature.op
             for tactic in cuda_tactics(op) if only is None or op in only.split(",") else ():
-                if tactic.unsupported(case.signature, target) or not re.search(named, tactic.name):
+                if tactic.provider != NATIVE or not re.search(named, tactic.name):
+                    continue
+                if tactic.unsupported(case.signature, target):
                     continue
                 for rows in case.rows:
                     if not re.search(os.environ.get("CASE", ""), label):

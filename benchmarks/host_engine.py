@@ -98,6 +98,7 @@ def write_host_engine(path: Path, limits: Limits, tokenizer: tokenizers.Tokenize
         scratch_bytes=0,
         fill=(),
         sample=(RangeLaunches(limits.max_batch_size, "", 0, ()),),
+        sample_full=(RangeLaunches(limits.max_batch_size, "", 0, ()),),
     )
     texts = {"tokenizer.json": tokenizer.to_str().encode()}
     with stage_engine(

@@ -45,6 +45,7 @@ def _engine_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
         ("digest", data["digest"]),
         ("checksums", "all verified" if data["verified"] else "header verified; --verify reads the rest"),
         ("target", data["manifest"]["target"]),
+        *(("needs", f"{name} {', '.join(versions)}") for name, versions in data["libraries"].items()),
     ]
     return [*rows]
 

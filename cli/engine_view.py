@@ -11,7 +11,7 @@ from tapeout.compiler.report import report_path
 
 if TYPE_CHECKING:
     from tapeout.runtime.engine import Engine, Record, View
-    from tapeout.runtime.engine.launches import RangeLaunches
+    from tapeout.runtime.engine.launches import LaunchTable, RangeLaunches
     from tapeout.runtime.engine.program import TacticRange
 
 
@@ -21,7 +21,8 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
     `tactics` holds one entry per op signature: how many records use it, the tactic of each row
     range, the same for steps that only decode where an engine for a GPU has other tactics there, and
     `timings`, the report's figures (empty without a report beside the engine). `report` is the report's
-    file name and its figures of the comparison with HF, None without one.
+    file name and its figures of the comparison with HF, None without one. `libraries` are those that it
+    needs beside its kernels, by name, with the versions its tactics were timed with.
     """
     program, manifest = engine.program, engine.manifest
     limits, launches = manifest.limits, engine.launches
@@ -57,12 +58,19 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
         ],
         "report": report and {"file": report_path(engine.path).name, "parity": report["parity"]},
         "kernels": list(engine.kernel_names),
+        "libraries": _libraries(launches),
         "texts": list(engine.text_names),
     }
     if with_records:
         offsets = {buffer.name: buffer.offset_bytes for buffer in program.buffers}
         data["program"]["listing"] = [record_line(i, r, offsets) for i, r in enumerate(program.records)]
     return data
+
+
+def _libraries(launches: LaunchTable | None) -> dict[str, list[str]]:
+    versions = launches.matmul_versions() if launches else ()
+    shown = [f"{v // 10000}.{v // 100 % 100}.{v % 100}" for v in versions]
+    return {"cublasLt": shown} if shown else {}
 
 
 def _ranges(ranges: Sequence[TacticRange | RangeLaunches]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,9 +51,13 @@ def command(pack: Path, output: Path, device: int, as_json: bool) -> None:
 
 def _summary(done: TimedPack, output: Path) -> str:
     lines = [f"warning: skipped {title}: {why}" for title, why in done.skipped.items()]
-    lines += [f"lost: {tactic} of {title}: {reason}" for title, tactic, reason in done.lost[:_SHOWN]]
-    if len(done.lost) > _SHOWN:
-        lines.append(f"and {len(done.lost) - _SHOWN} more, see {output}")
+    # For want of a library, a provider's tactics are lost everywhere, for one reason.
+    untried = Counter((tactic, reason) for _, tactic, reason in done.unavailable)
+    lines += [f"lost: {tactic} at {count} places: {reason}" for (tactic, reason), count in untried.items()]
+    lost = [item for item in done.lost if item not in done.unavailable]
+    lines += [f"lost: {tactic} of {title}: {reason}" for title, tactic, reason in lost[:_SHOWN]]
+    if len(lost) > _SHOWN:
+        lines.append(f"and {len(lost) - _SHOWN} more, see {output}")
     lines.append(
         f"{done.gpu.text()}: {done.timed} of {done.pack.num_candidates} candidates timed, {len(done.lost)} "
         f"lost, {done.times.restarts} restarts, {done.times.seconds:.1f} s"

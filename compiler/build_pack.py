@@ -69,7 +69,7 @@ def build_pack(
     limits, signatures = lowered.limits, signatures_of(lowered.module)
     target = replace(cuda_target(options.target), tokens_per_page=limits.tokens_per_page)
     with stages("pack", options.target) as stage:
-        decisions = open_contests(signatures, limits, target, options.target, cache)
+        decisions = open_contests(signatures, limits, target, options.target, options, cache)
         file = make_pack(decisions, limits, target, options.target, stage.update)
         size = write_pack(file, path)
         stage.update(f"{file.pack.num_candidates} candidates at {len(file.pack.entries)} places")

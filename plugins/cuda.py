@@ -11,12 +11,16 @@ max_kv, R]) and must neither write nor fail for the padding rows of a bucket.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tapeout.plugins.cpu import OpSignature
 
 MAX_KV_HEADS = 256  # that `arrivals` has room for
+#: Who makes a tactic: our own kernels, or a library that an engine needs only where it chose one.
+NATIVE, CUBLASLT = "native", "cublaslt"
+#: Arguments of a MatmulSpec, in this order; rows are elements between rows.
+MATMUL_ARGS = ("x", "x_row", "weight", "out", "out_row", "addend", "addend_row", "bias", "workspace")
 
 #: Step tensors a launch may name; all int32 on the device except kv_pool.
 STEP_TENSORS = (
@@ -36,6 +40,9 @@ STEP_TENSORS = (
     "out_ids",  # [max_batch_size] ids sampled for the step's logit rows
     "out_finite",  # [max_batch_size] 1, or 0 where a row's logits held NaN or infinity
     "sample_state",  # [slots, SAMPLE_STATE_WORDS] see plugins/sample/state.py
+    "sample_bits",  # [slots, 2, bits_row(V)] sets of ids
+    "output_counts",  # [slots, counts_row(V)] how often a slot sampled each id
+    "out_logprobs",  # [max_batch_size, LOGPROB_WORDS] see plugins/sample/logprob_words.py
 )
 
 
@@ -123,11 +130,61 @@ class LaunchSpec:
     args: tuple[Arg, ...]
 
 
+@dataclass(frozen=True)
+class MatmulAlgorithm:
+    """How cuBLASLt is to compute a product: known only where the library and a GPU are.
+
+    Attributes:
+        data: the 64 bytes of its cublasLtMatmulAlgo_t, in hex.
+        version: of the library that chose it, as it numbers itself: 131000 is 13.10.0.
+        workspace_bytes: memory it wants.
+    """
+
+    data: str
+    version: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """A call of cuBLASLt: out [rows, n] = x [rows, k] @ weight [n, k]^T + bias [n] + addend [rows, n].
+
+    `rows` is the bucket's padded row count: the call reads and writes padding rows too, whatever x
+    holds there; no row depends on another. Sums are float32 and rounded once.
+
+    Attributes:
+        dtype: of all operands.
+        bias, addend: whether they are there; the arguments of those absent are never read.
+        args: as MATMUL_ARGS names them.
+        workspace_bytes: what the algorithm may take, until there is one.
+    """
+
+    dtype: str
+    n: int
+    k: int
+    bias: bool
+    addend: bool
+    args: tuple[Arg, ...]
+    workspace_bytes: int
+    algorithm: MatmulAlgorithm | None = None
+
+
+#: What a tactic is made of.
+Launchable = LaunchSpec | MatmulSpec
+
+
+def kernels_of(launches: Iterable[Launchable]) -> list[KernelSpec]:
+    """The kernels among the launches, in their order."""
+    return [item.kernel for item in launches if isinstance(item, LaunchSpec)]
+
+
 class CudaTactic(ABC):
     """One way to run an op on a CUDA device."""
 
     op: str
     name: str
+    #: A tactic of another provider than NATIVE needs its library, so it is never a default.
+    provider: str = NATIVE
     batch_invariant: bool = False
     #: True: right only where every sequence of the step has one row (decode-only buckets).
     decode_only: bool = False
@@ -150,5 +207,5 @@ class CudaTactic(ABC):
         return 0
 
     @abstractmethod
-    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[Launchable, ...]:
         """The launches that run the op for a bucket padded to `rows` rows."""

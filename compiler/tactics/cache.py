@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tapeout.plugins.errors import UsageError
 
 CACHE_VERSION = 1
 _MAX_TIME_US = 1e12  # eleven days
+_HEX_64 = re.compile(r"[0-9a-f]{128}")  # 64 bytes
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,21 @@ def _is_outcome(outcome: Any) -> bool:
     time, reason = outcome.get("time_us"), outcome.get("reason")
     if time is None:
         return isinstance(reason, str)
+    if not _is_algorithm(outcome.get("algorithm")):
+        return False
     # A comparison, since an integer may be larger than any float; False for NaN.
     return type(time) in (int, float) and 0 <= time < _MAX_TIME_US
+
+
+def _is_algorithm(algorithm: Any) -> bool:
+    """None, or the fields of `plugins.cuda.MatmulAlgorithm`?"""
+    if algorithm is None:
+        return True
+    if not isinstance(algorithm, dict) or algorithm.keys() != {"data", "version", "workspace_bytes"}:
+        return False
+    version, size, data = algorithm["version"], algorithm["workspace_bytes"], algorithm["data"]
+    numbers = type(version) is int and version >= 10000 and type(size) is int and size >= 0
+    return numbers and isinstance(data, str) and _HEX_64.fullmatch(data) is not None
 
 
 def _is_gpu(gpu: Any) -> bool:

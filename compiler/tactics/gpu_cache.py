@@ -2,7 +2,8 @@
 
 An entry stands for a signature, a kind of step, the limits that shape it and a GPU; in it, by rows,
 outcomes by the digest of a tactic's kernels and launches. A changed kernel has another digest, so
-what was measured of the old one simply does not answer.
+what was measured of the old one simply does not answer. A tactic whose product a library computes
+stands there with the algorithm that was fastest and the version of the library.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.compiler.targets import SKUS
+from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.engine.target import GpuFacts, is_model
 
@@ -45,7 +47,11 @@ class GpuTimings:
         """What is known of a candidate; None when it was never measured."""
         entry = self._cache.entries.get(self._key(signature, kind, conditions), {})
         found = entry.get("rows", {}).get(str(rows), {}).get(kernel_hash)
-        return None if found is None else Outcome(found.get("time_us"), found.get("reason"))
+        if found is None:
+            return None
+        stored = found.get("algorithm")
+        algorithm = None if stored is None else MatmulAlgorithm(**stored)
+        return Outcome(found.get("time_us"), found.get("reason"), algorithm)
 
     def put(
         self,
@@ -61,7 +67,11 @@ class GpuTimings:
         fresh = {"signature": signature, "kind": kind, "conditions": conditions, "gpu": asdict(self.gpu)}
         key = self._key(signature, kind, conditions)
         entry = self._cache.entries.setdefault(key, {**fresh, "rows": {}})
-        told = {"time_us": outcome.time_us} if outcome.time_us is not None else {"reason": outcome.reason}
+        told: dict[str, object] = {"reason": outcome.reason}
+        if outcome.time_us is not None:
+            told = {"time_us": outcome.time_us}
+            if outcome.algorithm is not None:
+                told["algorithm"] = asdict(outcome.algorithm)
         entry["rows"].setdefault(str(rows), {})[kernel_hash] = {"tactic": tactic, **told}
         self._cache.changed = True
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tapeout.compiler.cuda_plan import choose_cuda, unfit_kernels
-from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.options import AUTO, BuildOptions
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in, timings_for
 from tapeout.compiler.tactics.gpu_contests import Contest, contests
@@ -17,7 +17,7 @@ from tapeout.compiler.tactics.gpu_select import TimedChoices, choose_timed, unan
 from tapeout.compiler.tactics.gpu_timing import record
 from tapeout.compiler.targets import SKUS
 from tapeout.plugins.cpu import OpSignature
-from tapeout.plugins.cuda import CudaTarget
+from tapeout.plugins.cuda import NATIVE, CudaTarget
 from tapeout.plugins.errors import EngineIncompatibleError, UsageError
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.target import GpuFacts, is_model
@@ -48,11 +48,12 @@ def decide(
 
     Raises:
         UnsupportedError: ops that no tactic can run on the target.
-        UsageError: the cache holds timings of several GPUs that the target could mean.
+        UsageError: the cache holds timings of several GPUs that the target could mean, or none of the
+            provider that `--tactics` names.
         TapeoutError: all tactics of an op are wrong on the GPU.
     """
     defaults = choose_cuda(signatures, limits, target, batch_invariant=options.batch_invariant)
-    decisions = contests(signatures, limits, target)
+    decisions = contests(signatures, limits, target, providers=options.providers)
     here = None if options.dry_run else local_gpu(target_name, target.sm)
     try:
         timings = timings_for(cache, target_name, target.sm)
@@ -61,14 +62,20 @@ def decide(
             raise
         timings = GpuTimings(cache, Gpu.of(here))
     warnings: list[str] = []
-    open_ = unanswered(decisions, timings)
+    open_ = unanswered(decisions, timings, _wanted(options))
     if open_ and here is not None:
         timings = GpuTimings(cache, Gpu.of(here))
-        open_ = unanswered(decisions, timings)
+        open_ = unanswered(decisions, timings, _wanted(options))
         warnings += _time_here(open_, limits, target, target_name, cache, progress)
     unfit: dict[str, str] = {}
     while True:
-        timed = choose_timed(decisions, timings, defaults, batch_invariant=options.batch_invariant)
+        timed = choose_timed(
+            decisions,
+            timings,
+            defaults,
+            batch_invariant=options.batch_invariant,
+            preferred=_wanted(options),
+        )
         # What was timed has run; of a default only its compiled kernels tell that it cannot.
         found = {} if options.dry_run else unfit_kernels(timed.choices, target)
         if not found:
@@ -77,7 +84,9 @@ def decide(
         defaults = choose_cuda(
             signatures, limits, target, batch_invariant=options.batch_invariant, unfit=unfit
         )
-        decisions = contests(signatures, limits, target, unfit)
+        decisions = contests(signatures, limits, target, unfit, options.providers)
+    if (wanted := _wanted(options)) and not options.dry_run:
+        _check_wanted(wanted, timed, target_name, options)
     return Decided(timed, (*warnings, *_warnings(timed, timings, target_name, target.sm, options, cache)))
 
 
@@ -86,6 +95,7 @@ def open_contests(
     limits: Limits,
     target: CudaTarget,
     target_name: str,
+    options: BuildOptions,
     cache: TimingCache,
 ) -> tuple[Contest, ...]:
     """What a pack must hold: all decisions but those that the cache answers already.
@@ -93,7 +103,24 @@ def open_contests(
     Raises UnsupportedError and UsageError as `decide` does.
     """
     choose_cuda(signatures, limits, target, batch_invariant=False)  # refuses what no tactic can run
-    return unanswered(contests(signatures, limits, target), timings_for(cache, target_name, target.sm))
+    decisions = contests(signatures, limits, target, providers=options.providers)
+    return unanswered(decisions, timings_for(cache, target_name, target.sm), _wanted(options))
+
+
+def _wanted(options: BuildOptions) -> str:
+    """The provider that was asked for by name; "" for none but our own kernels."""
+    return "" if options.tactics in {AUTO, NATIVE} else options.tactics
+
+
+def _check_wanted(wanted: str, timed: TimedChoices, target: str, options: BuildOptions) -> None:
+    if any(c.tactic.provider == wanted for c in timed.choices.all()):
+        return
+    where = options.timing_cache or "this machine"
+    raise UsageError(
+        f"tactics: {wanted} was asked for, and {where} has no time of its tactics for {target}",
+        hint=f"tapeout build MODEL --target {target} --tactics {wanted} --pack FILE, then tapeout time FILE "
+        "where the GPU and the library are (pip install nvidia-cublas)",
+    )
 
 
 def local_gpu(target: str, sm: int) -> GpuFacts | None:

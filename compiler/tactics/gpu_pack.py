@@ -20,7 +20,7 @@ from tapeout.compiler.tactics.gpu_cases import (
 )
 from tapeout.compiler.tactics.gpu_contests import Contender, Contest, reference_contender
 from tapeout.compiler.tactics.gpu_expected import expected
-from tapeout.plugins.cuda import CudaTarget, KernelSpec
+from tapeout.plugins.cuda import CudaTarget, KernelSpec, kernels_of
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.tactic_check.tools import tool_specs
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all, compile_kernel
@@ -52,7 +52,7 @@ def make_pack(
     references = [reference_contender(contest, target) for contest in decisions]
     tools = dict(tool_specs(_float_types(decisions, target)))
     contenders = [*references, *(c for contest in decisions for c in contest.contenders)]
-    specs = [item.kernel for c in contenders for item in c.chosen.launches]
+    specs = [kernel for c in contenders for kernel in kernels_of(c.chosen.launches)]
     progress(
         f"{len({s.key() for s in specs})} kernels of {sum(len(c.contenders) for c in decisions)} tactics"
     )
@@ -140,7 +140,7 @@ def _candidate(contender: Contender, table: KernelTable, failures: Mapping[str, 
 
 def _failure(contender: Contender, failures: Mapping[str, str]) -> str:
     """Why one of its kernels cannot run; "" when all can."""
-    keys = (item.kernel.key() for item in contender.chosen.launches)
+    keys = (kernel.key() for kernel in kernels_of(contender.chosen.launches))
     return next((failures[key] for key in keys if key in failures), "")
 
 

@@ -27,6 +27,7 @@ class TimedPack:
     Attributes:
         gpu: where. entries, candidates: of the pack.
         timed: candidates with a time. lost: the others: entry, tactic, reason.
+        unavailable: those of the lost that were not tried, for want of a library; no cache keeps them.
         skipped: entries nothing is known of, with the reason.
     """
 
@@ -35,6 +36,7 @@ class TimedPack:
     times: PackTimes
     timed: int
     lost: tuple[tuple[str, str, str], ...]
+    unavailable: tuple[tuple[str, str, str], ...]
     skipped: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -44,7 +46,8 @@ class TimedPack:
             "target": self.pack.target,
             "candidates": self.pack.num_candidates,
             "timed": self.timed,
-            "lost": [{"entry": e, "tactic": t, "reason": r} for e, t, r in self.lost],
+            "lost": _told(self.lost),
+            "unavailable": _told(self.unavailable),
             "skipped": dict(self.skipped),
             "restarts": self.times.restarts,
             "seconds": round(self.times.seconds, 3),
@@ -100,22 +103,31 @@ def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:
     """Put what was measured into a cache (not yet its file)."""
     gpu = Gpu.of(times.gpu)
     timings = GpuTimings(cache, gpu)
-    lost, timed = [], 0
+    lost, unavailable, timed = [], [], 0
     for (index, candidate), result in times.results.items():
         entry = pack.entries[index]
-        tactic, outcome = entry.candidates[candidate], Outcome(result.time_us, result.reason)
-        timings.put(
-            entry.signature,
-            entry.kind,
-            entry.conditions,
-            entry.rows,
-            tactic.kernel_hash,
-            tactic.tactic,
-            outcome,
-        )
+        tactic = entry.candidates[candidate]
+        outcome = Outcome(result.time_us, result.reason, result.algorithm)
+        told = entry.title(), tactic.tactic, str(result.reason)
+        if result.unavailable:  # where the library is it may be fast
+            unavailable.append(told)
+        else:
+            timings.put(
+                entry.signature,
+                entry.kind,
+                entry.conditions,
+                entry.rows,
+                tactic.kernel_hash,
+                tactic.tactic,
+                outcome,
+            )
         if result.time_us is None:
-            lost.append((entry.title(), tactic.tactic, str(result.reason)))
+            lost.append(told)
         else:
             timed += 1
     skipped = {pack.entries[index].title(): why for index, why in times.skipped.items()}
-    return TimedPack(gpu, pack, times, timed, tuple(lost), skipped)
+    return TimedPack(gpu, pack, times, timed, tuple(lost), tuple(unavailable), skipped)
+
+
+def _told(lost: tuple[tuple[str, str, str], ...]) -> list[dict[str, str]]:
+    return [{"entry": e, "tactic": t, "reason": r} for e, t, r in lost]

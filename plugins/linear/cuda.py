@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.linear.cublaslt import CublasLt
 from tapeout.plugins.linear.cuda_family import (
     MIN_DOT,
     OPERANDS,
@@ -270,6 +271,7 @@ def linear_tactics(op_name: str) -> tuple[CudaTactic, ...]:
         *(Persistent(op_name, tile) for tile in _PERSISTENT),
         *(Paired(op_name, tile) for tile in _PAIRED),
         *(Stream(op_name, tile) for tile in _STREAM),
+        CublasLt(op_name),
     )
 
 

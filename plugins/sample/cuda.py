@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from tapeout.plugins.cpu import TensorType
 from tapeout.plugins.cuda import Arg, GridDim, LaunchSpec
+from tapeout.plugins.sample.logprob_words import DEVICE_LOGPROBS, LOGPROB_WORDS
+from tapeout.plugins.sample.state import bits_row, counts_row
 from tapeout.plugins.triton_aot.tactic import (
     Argument,
     ceil_div,
@@ -20,6 +22,9 @@ from tapeout.plugins.triton_aot.tactic import (
 )
 
 _FILL_BLOCK, _CHUNK, _BLOCK = 256, 4096, 4096
+_FULL_BLOCK = 2048  # smaller blocks in place of spilled registers
+_SLOT_OF_ROW = ("row_ids", "row_seqs", "seq_slots")
+_SLOT_STATE = ("sample_state", "sample_bits", "output_counts")
 
 
 def fill_launch() -> LaunchSpec:
@@ -30,49 +35,106 @@ def fill_launch() -> LaunchSpec:
     return launch("sample.triton:fill_token_ids", [step(n) for n in names], constants, grid, num_warps=4)
 
 
-def sample_workspace_bytes(logits: TensorType, rows: int) -> int:
+def sample_workspace_bytes(logits: TensorType, rows: int, *, full: bool = False) -> int:
     """Scratch of `sample_launches` at `rows` logit rows."""
-    return 3 * 4 * _padded(rows, int(logits.shape[1]))
+    return _Scratch(rows, int(logits.shape[1])).size_bytes(full)
 
 
-def sample_launches(logits: TensorType, rows: int, valid_vocab_size: int) -> tuple[LaunchSpec, ...]:
-    """Two launches over R rows of logits (float32 or bfloat16 [R, V]).
+def sample_launches(
+    logits: TensorType, rows: int, valid_vocab_size: int, *, full: bool = False
+) -> tuple[LaunchSpec, ...]:
+    """Launches over R rows of logits (float32 or bfloat16 [R, V]): two, or four that do everything.
 
     Args:
         rows: padded R of the bucket.
         valid_vocab_size: larger ids are never chosen.
+        full: with penalties, min_tokens and logprobs, for steps in which a row wants one of them.
     """
     vocab = int(logits.shape[1])
-    chunks = ceil_div(vocab, _CHUNK)
-    size = 4 * _padded(rows, vocab)
+    chunks, scratch = ceil_div(vocab, _CHUNK), _Scratch(rows, vocab)
     source = pointer("logits", logits.dtype, Arg("input", 0))
     row = Argument("logits_row", "i32", Arg("input_stride", 0, value=0))
-    partials = [
-        workspace("values"), workspace("indices", "int32", size), workspace("finites", "int32", 2 * size),
-    ]  # fmt: skip
     valid = min(valid_vocab_size, vocab)
+    slots = {"COUNTS_ROW": counts_row(vocab), "BITS_ROW": bits_row(vocab), "FULL": full}
     scan = launch(
         "sample.triton:partial_max",
-        [source, *partials, step("counts"), row],
-        {"VOCAB": vocab, "VALID": valid, "BLOCK": _CHUNK, "CHUNKS": chunks},
+        [source, *scratch.maxima(), *_steps("counts", *_SLOT_OF_ROW, *_SLOT_STATE), row],
+        {"VOCAB": vocab, "VALID": valid, "BLOCK": _CHUNK, "CHUNKS": chunks, **slots},
         (GridDim(1), GridDim(0, chunks)),
-        num_warps=8,
+        num_warps=16 if full else 8,
+        fp_fusion=False,
     )
     names = (
         "counts", "row_ids", "row_seqs", "positions", "seq_slots", "sample_state", "out_ids", "out_finite",
-        "last_ids",
+        "last_ids", "sample_bits", "output_counts",
     )  # fmt: skip
     choose = launch(
         "sample.triton:choose",
-        [source, *partials, *(step(n) for n in names), row],
-        {"VALID": valid, "BLOCK": _BLOCK, "CHUNKS": chunks, "CHUNKS_BLOCK": power_of_two(chunks)},
+        [source, *scratch.maxima(), *_steps(*names), row],
+        {
+            "VALID": valid, "BLOCK": _FULL_BLOCK if full else _BLOCK, "CHUNKS": chunks,
+            "CHUNKS_BLOCK": power_of_two(chunks), **slots,
+        },
         (GridDim(1),),
         num_warps=16,
         fp_fusion=False,
+    )  # fmt: skip
+    return (scan, choose, *_logprob_launches(source, row, vocab, scratch)) if full else (scan, choose)
+
+
+def _logprob_launches(
+    source: Argument, row: Argument, vocab: int, scratch: _Scratch
+) -> tuple[LaunchSpec, LaunchSpec]:
+    chunks = ceil_div(vocab, _CHUNK)
+    names = ("counts", *_SLOT_OF_ROW, "sample_state", "out_ids")
+    partial = launch(
+        "sample.triton_logprobs:partial_logprobs",
+        [source, *scratch.logprobs(), *_steps(*names), row],
+        {"VOCAB": vocab, "BLOCK": _CHUNK, "CHUNKS": chunks, "TOP": DEVICE_LOGPROBS},
+        (GridDim(1), GridDim(0, chunks)),
+        num_warps=8,
     )
-    return scan, choose
+    constants = {
+        "CHUNKS": chunks, "CHUNKS_BLOCK": power_of_two(chunks), "TOP": DEVICE_LOGPROBS,
+        "KEYS_BLOCK": power_of_two(chunks * DEVICE_LOGPROBS), "WORDS": LOGPROB_WORDS,
+    }  # fmt: skip
+    merge = launch(
+        "sample.triton_logprobs:merge_logprobs",
+        [source, *scratch.logprobs(), *_steps(*names, "out_logprobs"), row],
+        constants,
+        (GridDim(1),),
+        num_warps=4,
+    )
+    return partial, merge
 
 
-def _padded(rows: int, vocab: int) -> int:
-    """Elements of one array of partial results, a multiple of 4 so that all are 16-byte aligned."""
-    return ceil_div(rows * ceil_div(vocab, _CHUNK), 4) * 4
+def _steps(*names: str) -> list[Argument]:
+    return [step(name) for name in names]
+
+
+class _Scratch:
+    """Where partial results of `rows` rows lie in the workspace, one element a chunk."""
+
+    def __init__(self, rows: int, vocab: int) -> None:
+        # A multiple of 4 elements, so that all arrays are 16-byte aligned.
+        self._count = ceil_div(rows * ceil_div(vocab, _CHUNK), 4) * 4
+
+    def size_bytes(self, full: bool) -> int:
+        return self._count * (12 + 16 + 8 * DEVICE_LOGPROBS if full else 12)
+
+    def maxima(self) -> list[Argument]:
+        """Of each chunk: largest score, its id, whether all are finite."""
+        n = self._count
+        return [
+            workspace("values"), workspace("indices", "int32", 4 * n), workspace("finites", "int32", 8 * n),
+        ]  # fmt: skip
+
+    def logprobs(self) -> list[Argument]:
+        """Of each chunk: largest logit, sum of exponentials, ids before the sampled one, top keys."""
+        n = self._count
+        return [
+            workspace("highs", "float32", 12 * n),
+            Argument("totals", "*fp64", Arg("workspace", value=20 * n)),
+            workspace("ranks", "int32", 16 * n),
+            Argument("keys", "*i64", Arg("workspace", value=28 * n)),
+        ]

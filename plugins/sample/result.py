@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,3 +30,13 @@ class SampleResult:
     token_ids: np.ndarray
     logprobs: tuple[dict[int, Logprob] | None, ...]
     finite: np.ndarray
+
+
+def ranked_logprobs(
+    token_id: int, logit: float, rank: int, top: Iterable[tuple[int, float]], log_total: float
+) -> dict[int, Logprob]:
+    """Logprobs by id: the sampled one first, then `top` (id, logit) in rank order."""
+    result = {token_id: Logprob(logit - log_total, rank)}
+    for i, (top_id, top_logit) in enumerate(top):
+        result.setdefault(top_id, Logprob(top_logit - log_total, i + 1))
+    return result

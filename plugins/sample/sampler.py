@@ -16,9 +16,15 @@ from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.choose import choose_id
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.philox import draw_u64
-from tapeout.plugins.sample.result import Logprob, SampleResult
+from tapeout.plugins.sample.result import Logprob, SampleResult, ranked_logprobs
 
 logger = logging.getLogger("tapeout")
+
+
+def ending_ids(params: SamplingParams, eos: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Ids int64 that `min_tokens` masks, ascending: those that end the output."""
+    ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
+    return np.array(sorted(i for i in ending if i < vocab_size), dtype=np.int64)
 
 
 class _Slot:
@@ -28,8 +34,7 @@ class _Slot:
         self.params = params.with_seed()
         self.seed = self.params.seed or 0
         self.num_sampled = 0
-        ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
-        self.ending_ids = np.array(sorted(i for i in ending if i < vocab), dtype=np.int64)
+        self.ending_ids = ending_ids(params, eos, vocab)
         self.counts: np.ndarray | None = None  # [vocab] occurrences in the output
         self.seen: np.ndarray | None = None  # [vocab] in prompt or output
         if params.has_penalties:
@@ -176,12 +181,11 @@ def top_logprobs(row: np.ndarray, token_id: int, top_n: int) -> dict[int, Logpro
     log_total = float(highest) + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
     value = row[token_id]
     rank = int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token_id] == value)) + 1
-    result = {token_id: Logprob(float(value) - log_total, rank)}
+    ids = np.zeros(0, np.int64)
     if top_n > 0:
         top_n = min(top_n, len(row))
         border = np.partition(row, len(row) - top_n)[len(row) - top_n]
         ids = np.flatnonzero(row >= border)
         ids = ids[np.argsort(-row[ids], kind="stable")][:top_n]
-        for i, top_id in enumerate(ids.tolist()):
-            result.setdefault(top_id, Logprob(float(row[top_id]) - log_total, i + 1))
-    return result
+    top = zip(ids.tolist(), row[ids].tolist(), strict=True)
+    return ranked_logprobs(token_id, float(value), rank, top, log_total)

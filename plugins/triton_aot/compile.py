@@ -34,7 +34,7 @@ _OVERLAP_SM = 90
 
 _SUPPORTED_SMS = (80, 86, 89, 90, 100, 103, 120, 121)
 _TYPES = {"i32", "i64", "u32", "u64", "fp32"}
-_POINTERS = {f"*{t}" for t in ("i8", "u8", "i32", "i64", "u32", "u64", "fp16", "bf16", "fp32")}
+_POINTERS = {f"*{t}" for t in ("i8", "u8", "i32", "i64", "u32", "u64", "fp16", "bf16", "fp32", "fp64")}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ COUNTS = {"T": 0, "R": 4}
 ONE = GridDim(0, 1)
 
 _ALIGNED_KINDS = frozenset({"input", "output", "weight", "workspace", "input_stride", "output_stride"})
+_ALIGNED_STEPS = frozenset({"kv_pool", "output_counts"})  # allocations of their own, read many at once
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def launch(
 def _is_divisible_by_16(source: Arg) -> bool:
     if source.kind == "i32":
         return source.value % 16 == 0
-    return source.kind in _ALIGNED_KINDS or source.name == "kv_pool"
+    return source.kind in _ALIGNED_KINDS or source.name in _ALIGNED_STEPS
 
 
 def groups_and_dim(kind: TensorType) -> tuple[int, int]:

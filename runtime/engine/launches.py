@@ -14,7 +14,7 @@ from tapeout.runtime.engine.codec import decode, encode
 
 #: What kernels and the executor agree on beyond this table's form: what argument kinds and step buffers
 #: mean, how sampling parameters lie in memory, what is passed for scratch. Raised when any of it changes.
-KERNEL_ABI = 1
+KERNEL_ABI = 2
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,36 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """A product by cuBLASLt among the launches: see `tapeout.plugins.cuda.MatmulSpec`.
+
+    Attributes:
+        args: as `tapeout.plugins.cuda.MATMUL_ARGS` names them.
+        workspace_bytes: what the algorithm takes; in a pack what it may take.
+        algorithm: its 64 bytes in hex; "" in a pack, where it is to be found.
+        version: of the library that chose it (131000: 13.10.0); 0 in a pack. Another major version is
+            another library.
+    """
+
+    dtype: str
+    n: int
+    k: int
+    bias: bool
+    addend: bool
+    args: tuple[KernelArg, ...]
+    workspace_bytes: int
+    algorithm: str
+    version: int
+
+
+@dataclass(frozen=True)
 class RangeLaunches:
     """What runs for row counts up to `max_rows`; `tactic` names it ("" for sampling)."""
 
     max_rows: int
     tactic: str
     workspace_bytes: int
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | Matmul, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +125,8 @@ class LaunchTable:
         workspace_bytes: memory shared by all tactics, beside the arena.
         scratch_bytes: memory for the kernels' own scratch at their largest grids.
         fill: before the records, over T rows: the ids sampled last take their places.
-        sample: after the records, over R rows; input 0 is the logits. Left out where the host samples.
+        sample: after the records, over R rows; input 0 is the logits.
+        sample_full: in its place in steps with a row that wants penalties, min_tokens or logprobs.
     """
 
     sm: int
@@ -115,6 +139,20 @@ class LaunchTable:
     scratch_bytes: int
     fill: tuple[Launch, ...]
     sample: tuple[RangeLaunches, ...]
+    sample_full: tuple[RangeLaunches, ...]
+
+    def all_ranges(self) -> tuple[RangeLaunches, ...]:
+        """Every range: of records, of those in decode-only steps, of sampling."""
+        keyed = (*self.ranges.values(), *self.decode_ranges.values())
+        return tuple(r for row in (*keyed, self.sample, self.sample_full) for r in row)
+
+    def everything(self) -> tuple[Launch | Matmul, ...]:
+        """All launches of all ranges."""
+        return (*self.fill, *(item for r in self.all_ranges() for item in r.launches))
+
+    def matmul_versions(self) -> tuple[int, ...]:
+        """Versions of cuBLASLt that its products are for, ascending; empty: the library is not needed."""
+        return tuple(sorted({item.version for item in self.everything() if isinstance(item, Matmul)}))
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = encode(self)

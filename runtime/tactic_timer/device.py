@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from types import TracebackType
 
 import numpy as np
 from cuda.bindings import driver as cu
 
-from tapeout.runtime.engine.launches import Kernel
+from tapeout.runtime.engine.launches import Kernel, Launch, Matmul
+from tapeout.runtime.executors.cuda.cublaslt import CublasLt, find_library
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
 
 #: Of the global scratch that Triton's kernels ask for, as in engines.
@@ -162,7 +163,31 @@ class Kernels:
                 cubin, kernel.symbol, kernel.shared_bytes, prefers_l1=kernel.prefers_l1
             )
 
+    def load_all(self, launches: Iterable[Launch | Matmul]) -> None:
+        """Load the kernels of launches now."""
+        for item in launches:
+            if isinstance(item, Launch):
+                self.load(item.kernel)
+
     def close(self) -> None:
         for function in self._functions.values():
             function.close()
         self._functions.clear()
+
+
+class Products:
+    """The library of products, loaded when first needed."""
+
+    def __init__(self) -> None:
+        self._library: CublasLt | None = None
+
+    def library(self) -> CublasLt:
+        """Raises EngineIncompatibleError where it is not found or does not start, CapacityError."""
+        if self._library is None:
+            self._library = CublasLt(find_library())
+        return self._library
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library.close()
+            self._library = None

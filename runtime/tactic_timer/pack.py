@@ -14,7 +14,7 @@ from tapeout.runtime.engine.codec import decode, encode
 from tapeout.runtime.engine.launches import Kernel, RangeLaunches
 
 #: Raised when the meaning of a pack changes; another version's pack is refused.
-PACK_VERSION = 1
+PACK_VERSION = 2
 MIXED, DECODE = "mixed", "decode"
 #: The layer of the KV pool that checks run on: not the first, so that ignoring `layer` shows.
 CHECKED_LAYER = 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tapeout.plugins import errors
+from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.tactic_timer.pack import Pack
@@ -36,10 +37,15 @@ _STDERR_BYTES = 2000
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds a call of a candidate, or why it may not be used."""
+    """Microseconds a call of a candidate, or why it may not be used.
+
+    algorithm: what its product was timed with. unavailable: it was not tried, for want of a library.
+    """
 
     time_us: float | None
     reason: str | None = None
+    algorithm: MatmulAlgorithm | None = None
+    unavailable: bool = False
 
 
 @dataclass
@@ -155,7 +161,14 @@ class _Session:
                 title = self._pack.entries[self._at[0]].title()
                 self._progress(f"{done + 1} of {len(self._pack.entries)}: {title}")
         elif event == "outcome":
-            self._note(message["entry"], message["candidate"], message.get("time_us"), message.get("reason"))
+            algorithm = message.get("algorithm")
+            result = Result(
+                message.get("time_us"),
+                message.get("reason"),
+                None if algorithm is None else MatmulAlgorithm(**algorithm),
+                bool(message.get("unavailable")),
+            )
+            self._times_so_far().results[message["entry"], message["candidate"]] = result
         elif event == "entry":
             if message["skipped"] is not None:
                 self._times_so_far().skipped[message["entry"]] = message["skipped"]
@@ -165,9 +178,6 @@ class _Session:
             self._lose(f"{message['reason']} while {self._doing()}")
             return False
         return True
-
-    def _note(self, entry: int, candidate: int, time_us: float | None, reason: str | None) -> None:
-        self._times_so_far().results[entry, candidate] = Result(time_us, reason)
 
     def _lose(self, reason: str, stderr: IO[bytes] | None = None) -> None:
         """What was under way is lost: a candidate, or all of an entry when its reference was running."""
@@ -182,7 +192,7 @@ class _Session:
         for index in (candidate,) if candidate >= 0 else everything:
             if index not in lost and (candidate >= 0 or (entry, index) not in self._times.results):
                 lost[index] = reason
-                self._note(entry, index, None, reason)
+                self._times.results[entry, index] = Result(None, reason)
         if candidate < 0:
             self._left.remove(entry)
         self._progress(f"lost: {reason}")

@@ -6,6 +6,7 @@ announced first, so that whoever reads knows which candidate a crash or a hang b
     {"event": "ready", "gpu": {...}}                     the pack is read, the GPU is open
     {"event": "begin", "entry": e, "candidate": c, "phase": p}   c is -1 while operands and reference run
     {"event": "outcome", "entry": e, "candidate": c, "time_us": t | "reason": r}
+        with "algorithm": {...} where a library computed its product, "unavailable": true where there is none
     {"event": "entry", "entry": e, "skipped": why | null}    all outcomes of the entry were told
     {"event": "fault", "reason": r}                      the context is lost; the process ends
     {"event": "error", "kind": class, "message": m, "hint": h}   nothing can be timed here
@@ -16,24 +17,28 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError
+from tapeout.runtime.engine.launches import Matmul
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.executors.cuda.driver import Device, Stream, open_device
 from tapeout.runtime.tactic_timer.checking import Checker
-from tapeout.runtime.tactic_timer.device import Kernels, Memory, is_alive, l2_bytes
+from tapeout.runtime.tactic_timer.device import Kernels, Memory, Products, is_alive, l2_bytes
 from tapeout.runtime.tactic_timer.operands import Shared
-from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.tactic_timer.pack import Candidate, Pack
 from tapeout.runtime.tactic_timer.pack_file import PackFile, read_pack
 from tapeout.runtime.tactic_timer.timing import Timer
 from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
 
 Send = Callable[[dict[str, Any]], None]
+#: A candidate, and the algorithm of its product where it has one.
+Variant = tuple[Candidate, MatmulAlgorithm | None]
 
 _WARM_UP_US = 100_000.0
 
@@ -58,7 +63,8 @@ class Worker:
                 closing(Kernels(file.pack.kernels, file.cubins.__getitem__, stream))
             )
             tools = ToolKernels(kernels, file.pack.tools)
-            self._shared = Shared(kernels, tools, stream, file.numbers)
+            products = stack.enter_context(closing(Products()))
+            self._shared = Shared(kernels, tools, stream, file.numbers, products)
             self._resources = stack.pop_all()
         self._warm = False
 
@@ -84,28 +90,61 @@ class Worker:
     def close(self) -> None:
         self._resources.close()
 
-    def _correct(self, index: int, untold: set[int]) -> list[int]:
-        """Those whose results are right; tells the reasons of the others."""
-        entry, correct = self._pack.entries[index], []
+    def _correct(self, index: int, untold: set[int]) -> dict[int, list[Variant]]:
+        """Those whose results are right, with their right variants; tells the reasons of the others."""
+        entry, correct = self._pack.entries[index], dict[int, list[Variant]]()
         with Memory(self._shared.stream) as memory:
             with self._step(index, -1, "reference"):
                 checker = Checker(entry, memory, self._shared)
                 if problem := checker.reference_problem():
                     raise TapeoutError(problem)
             for c in sorted(untold):
-                try:
-                    with self._step(index, c, "check"):
-                        problem = checker.problem(entry.candidates[c])
-                except TapeoutError as error:
-                    problem = error.message
-                if problem is None:
-                    correct.append(c)
+                if (missing := self._missing_library(index, c)) is not None:
+                    self._tell(index, c, reason=missing, unavailable=True)
+                    untold.remove(c)
+                    continue
+                right, problem = self._right_variants(index, c, checker)
+                if right:
+                    correct[c] = right
                 else:
                     self._tell(index, c, reason=problem)
                     untold.remove(c)
         return correct
 
-    def _time(self, index: int, candidates: list[int], untold: set[int]) -> None:
+    def _missing_library(self, index: int, c: int) -> str | None:
+        """Why a candidate cannot be tried on this machine at all; None when it can."""
+        launches = self._pack.entries[index].candidates[c].launches.launches
+        if not any(isinstance(item, Matmul) for item in launches):
+            return None
+        try:
+            with self._step(index, c, "check"):
+                self._shared.products.library()
+        except TapeoutError as error:  # not there, or it cannot be started with this driver
+            return f"{error.message} ({error.hint})" if error.hint else error.message
+        return None
+
+    def _right_variants(self, index: int, c: int, checker: Checker) -> tuple[list[Variant], str]:
+        """Variants of a candidate whose results are right, and what is wrong with the first that are not."""
+        right: list[Variant] = []
+        try:
+            with self._step(index, c, "check"):
+                variants = checker.variants(self._pack.entries[index].candidates[c])
+        except TapeoutError as error:
+            return [], error.message
+        problems = []
+        for variant in variants:
+            try:
+                with self._step(index, c, "check"):
+                    problem = checker.problem(variant[0])
+            except TapeoutError as error:
+                problem = error.message
+            if problem is None:
+                right.append(variant)
+            else:
+                problems.append(problem)
+        return right, problems[0] if problems else ""
+
+    def _time(self, index: int, candidates: Mapping[int, Sequence[Variant]], untold: set[int]) -> None:
         """Tell the times; the fastest so far bounds how long the others are looked at."""
         entry, best_us = self._pack.entries[index], float("inf")
         if not candidates:
@@ -116,14 +155,20 @@ class Worker:
                 if not self._warm:
                     timer.warm_up(entry.reference, _WARM_UP_US)
                     self._warm = True
-            for c in candidates:
-                outcome: dict[str, Any]
-                try:
-                    with self._step(index, c, "time"):
-                        outcome = {"time_us": timer.time_us(entry.candidates[c], best_us)}
-                    best_us = min(best_us, outcome["time_us"])
-                except TapeoutError as error:
-                    outcome = {"reason": error.message}
+            for c, variants in candidates.items():
+                outcome: dict[str, Any] = {}
+                for candidate, algorithm in variants:
+                    try:
+                        with self._step(index, c, "time"):
+                            time_us = timer.time_us(candidate, best_us)
+                    except TapeoutError as error:
+                        outcome = outcome or {"reason": error.message}
+                        continue
+                    best_us = min(best_us, time_us)
+                    if time_us < outcome.get("time_us", float("inf")):
+                        outcome = {"time_us": time_us}
+                        if algorithm is not None:
+                            outcome["algorithm"] = asdict(algorithm)
                 self._tell(index, c, **outcome)
                 untold.remove(c)
 

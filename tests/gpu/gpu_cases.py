@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tapeout.runtime import LLM, SamplingParams
+from tapeout.runtime.step import StepInputs
 
 VOCAB_SIZE = 300  # of tests/models.py
 #: Build options of tiny engines: prompts cross pages, steps and windows soon.
@@ -77,14 +80,16 @@ _SAMPLED = (
     {"temperature": 50.0, "seed": 5, "ignore_eos": False, "max_tokens": 60},
     {"temperature": 1e-5, "seed": 6},
 )
-#: What the device cannot sample: these bring the whole step's logits to the host.
-_ON_HOST = (
+#: What takes the full kernels; one in each step is enough for all its rows to go through them.
+_FULL = (
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 1.0, "presence_penalty": 0.5, "temperature": 0.8, "seed": 4},
     {"logprobs": 3},
     {"min_tokens": 12, "stop_token_ids": [7, 8, 9], "temperature": 2.0, "seed": 8, "ignore_eos": False},
     {},
     {"temperature": 0.7, "seed": 11, "logprobs": 0},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "temperature": 1.1, "top_k": 9, "seed": 21},
+    {"presence_penalty": 2.0, "temperature": 1.4, "top_p": 0.8, "min_p": 0.01, "seed": 22, "logprobs": 20},
 )
 
 ALL = frozenset({CONTEXT, MIXED, DECODE})
@@ -115,16 +120,17 @@ CASES = (
         steps=ALL,
     ),
     Case(
-        "sampled on the host",
+        "penalties, minimums, logprobs",
         (
             tuple(
                 Asked(
                     _prompt(4 + 5 * i, 80 + i),
-                    {"ignore_eos": True, "max_tokens": 24, "temperature": 0.0, **params},
+                    {"ignore_eos": True, "max_tokens": 20 + 3 * i, "temperature": 0.0, **params},
                 )
-                for i, params in enumerate(_ON_HOST)
+                for i, params in enumerate(_FULL)
             ),
         ),
+        steps=ALL,
     ),
     Case("joining", (_asked(_LENGTHS, 90, max_tokens=24),), steps=ALL, joining=True),
 )
@@ -208,3 +214,38 @@ def to_json(answers: Sequence[Sequence[Answer]]) -> list[list[dict[str, Any]]]:
 
 def from_json(rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Answer]]:
     return [[Answer(**answer) for answer in row] for row in rows]
+
+
+# ---- steps without a scheduler --------------------------------------------------------------------
+
+PAGES = 4  # of a sequence
+
+
+def packed_step(rows: Sequence[tuple[int, Sequence[int], int]]) -> StepInputs:
+    """Sequences (slot, new ids, tokens cached before), each in pages of its own, the last row sampled."""
+    lengths = [len(ids) for _, ids, _ in rows]
+    cu_q = np.concatenate([[0], np.cumsum(lengths)])
+    arrays = {
+        "token_ids": [i for _, ids, _ in rows for i in ids],
+        "positions": [cached + i for _, ids, cached in rows for i in range(len(ids))],
+        "cu_q": cu_q,
+        "kv_lens": [cached + len(ids) for _, ids, cached in rows],
+        "page_table": [[PAGES * slot + i for i in range(PAGES)] for slot, _, _ in rows],
+        "slots": [slot for slot, _, _ in rows],
+        "row_ids": cu_q[1:] - 1,
+        "row_slots": [slot for slot, _, _ in rows],
+    }
+    return StepInputs(**{name: np.array(values, np.int32) for name, values in arrays.items()})
+
+
+def logits_of_steps(executor: Any) -> dict[str, np.ndarray]:
+    """Float32 [rows, VOCAB_SIZE] of prompts packed together, of decoding, and of both in one step."""
+    prompts = [_prompt(length, seed=7) for length in (5, 33, 1, 16)]
+    first, last = list(enumerate(prompts[:3])), prompts[3]
+    steps = {
+        CONTEXT: [(slot, ids, 0) for slot, ids in first],
+        DECODE: [(slot, (9 + slot,), len(ids)) for slot, ids in first],
+        MIXED: [(3, last, 0), *((slot, (20 + slot,), len(ids) + 1) for slot, ids in first)],
+        "alone": [(3, (30,), len(last))],
+    }
+    return {name: executor.forward(packed_step(rows)) for name, rows in steps.items()}

@@ -2,7 +2,7 @@
 
     python probe.py ENGINE [--short]
 
-Prompts meet in mixed steps, decode on the device, and one request is sampled on the host.
+Prompts meet in mixed steps and decode; one request takes the full kernels of sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def ask(engine: str, *, short: bool) -> list[list[int]]:
     with LLM(engine) as llm:
         answers = llm.generate(prompts, params)
         if not short:
-            last = SamplingParams(temperature=0, repetition_penalty=1.3, ignore_eos=True, max_tokens=3)
+            extras = {"repetition_penalty": 1.3, "min_tokens": 2, "logprobs": 2}
+            last = SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, **extras)
             answers += llm.generate(prompts[:1], last)
     return [list(a.outputs[0].token_ids) for a in answers]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tapeout.plugins.case import signature
 from tapeout.plugins.cpu import OpSignature, TensorType
-from tapeout.plugins.cuda import CudaTarget, KernelSpec, LaunchSpec
+from tapeout.plugins.cuda import NATIVE, CudaTarget, KernelSpec, LaunchSpec
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.sample.cuda import fill_launch, sample_launches
@@ -60,19 +60,24 @@ def signatures() -> tuple[OpSignature, ...]:
 
 def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
     """Every launch of every tactic for `signatures`, and of sampling."""
-    found = [fill_launch(), *sample_launches(TensorType("bfloat16", ("R", 128256)), rows, 128000)]
+    logits = TensorType("bfloat16", ("R", 128256))
+    found = [
+        fill_launch(),
+        *(s for full in (False, True) for s in sample_launches(logits, rows, 128000, full=full)),
+    ]
     for types in signatures():
         for tactic in cuda_tactics(types.op):
-            if tactic.unsupported(types, target(sm)) is None:
+            if tactic.provider == NATIVE and tactic.unsupported(types, target(sm)) is None:
                 found += tactic.launches(types, rows, target(sm))
     return found
 
 
 def variants(sm: int) -> dict[str, KernelSpec]:
-    """The first spec of every kernel function, by name."""
+    """The first spec of every kernel function, by name; sampling's of both kinds."""
     found: dict[str, KernelSpec] = {}
     for spec in (launch.kernel for launch in launches(sm)):
-        found.setdefault(f"{spec.module.removeprefix('tapeout.plugins.')}:{spec.function}", spec)
+        kind = ", full" if spec.constants.get("FULL") else ""
+        found.setdefault(f"{spec.module.removeprefix('tapeout.plugins.')}:{spec.function}{kind}", spec)
     return found
 
 

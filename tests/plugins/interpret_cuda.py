@@ -26,7 +26,10 @@ from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.triton_aot.bound_case import bind
 from tapeout.plugins.triton_aot.operands import Operands, grid_of
 
-_TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
+_TORCH = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64,
+    "fp64": torch.float64,
+}  # fmt: skip
 #: Interpreted blocks cost milliseconds: cases with more rows than this are left to the GPU.
 _MAX_ROWS = 220
 _PADDING = 3
@@ -63,7 +66,7 @@ def launch(spec: LaunchSpec, operands: Operands, bucket: int) -> None:
     for (_, kind), arg in zip(spec.kernel.signature, spec.args, strict=True):
         value = operands.value(arg)
         if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
-            value = value[: value.numel() // 4 * 4].view(_TORCH[kind.removeprefix("*")])
+            value = value[: value.numel() // 8 * 8].view(_TORCH[kind.removeprefix("*")])
         values.append(value)
     names = [name for name, _ in spec.kernel.signature]
     if "OVERLAP" in kernel.arg_names:

@@ -7,7 +7,8 @@ loaded by `open_device`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -131,17 +132,25 @@ class PinnedMemory:
 
 
 class Stream:
-    """A non-blocking stream."""
+    """A non-blocking stream.
+
+    after_library: a library's call is the last that was queued. What nodes it was, and on what terms they
+        end, only the library knows, so the launch behind it waits for all of it (see `launch`).
+    """
 
     def __init__(self) -> None:
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.handle = check(cu.cuStreamCreate(flags), "creating a stream")
+        self.after_library = False
 
     def upload(self, device: int, host: int, size_bytes: int) -> None:
         check(cu.cuMemcpyHtoDAsync(device, host, size_bytes, self.handle), "copying to the device")
 
     def download(self, host: int, device: int, size_bytes: int) -> None:
         check(cu.cuMemcpyDtoHAsync(host, device, size_bytes, self.handle), "copying from the device")
+
+    def zero(self, device: int, size_bytes: int) -> None:
+        check(cu.cuMemsetD8Async(device, 0, size_bytes, self.handle), "clearing memory")
 
     def wait(self) -> None:
         check(cu.cuStreamSynchronize(self.handle), "waiting for the device")
@@ -165,6 +174,18 @@ class Event:
 
     def close(self) -> None:
         cu.cuEventDestroy(self.handle)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """What capturing forbids is allowed on this thread: libraries load kernels on first use."""
+    doing = "changing what capturing forbids"
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(cu.cuThreadExchangeStreamCaptureMode(relaxed), doing)
+    try:
+        yield
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(before), doing)
 
 
 class Function:
@@ -210,9 +231,11 @@ def launch(
 ) -> None:
     """One kernel launch, or one node while a stream is captured.
 
-    grid: programs. overlap: blocks may start before the launch ahead has ended (programmatic dependent
-    launch). cluster: blocks a program is.
+    grid: programs. cluster: blocks a program is. overlap: blocks may start before the launch ahead has
+    ended (programmatic dependent launch), unless that was a library's: such an edge is one between
+    kernels, and a library may end with another node.
     """
+    overlap, stream.after_library = overlap and not stream.after_library, False
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.gridDimX *= cluster

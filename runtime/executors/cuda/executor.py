@@ -12,15 +12,16 @@ import numpy as np
 from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError, UsageError
 from tapeout.plugins.native.host import detect_host
 from tapeout.plugins.sample.params import SamplingParams
-from tapeout.plugins.sample.sampler import Sampler
-from tapeout.plugins.sample.state import device_unsupported, state_words
+from tapeout.plugins.sample.sampler import Sampler, ending_ids
+from tapeout.plugins.sample.state import device_unsupported, needs_full
 from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_gpu, check_sku, not_for
+from tapeout.runtime.executors.cuda.cublaslt import CublasLt, library_for
 from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, PinnedMemory, Stream, open_device
-from tapeout.runtime.executors.cuda.replay import Memory, Replay, check_table
-from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
+from tapeout.runtime.executors.cuda.replay import Memory, Replay, Sampling, check_table
+from tapeout.runtime.executors.cuda.sampled_ids import Admission, SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
 from tapeout.runtime.executors.cuda.weights import DeviceWeights
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
@@ -30,6 +31,7 @@ from tapeout.runtime.step import StepHandle, StepInputs, StepResult
 
 logger = logging.getLogger("tapeout")
 
+_NO_LOGPROBS = -1
 _ON_DEVICE = 0  # stands for a last id that only the device knows
 
 
@@ -46,6 +48,8 @@ def open_gpu(engine: Engine, ordinal: int = 0) -> tuple[Device, LaunchTable]:
         raise not_for(engine, f"this machine is cpu:{detect_host().level}: {error}") from error
     check_gpu(engine, device.facts)
     check_table(engine.launches, engine.kernel_names)
+    if versions := engine.launches.matmul_versions():
+        library_for(versions)
     return device, engine.launches
 
 
@@ -70,7 +74,13 @@ def _fixed_lines(engine: Engine, table: LaunchTable) -> list[BudgetLine]:
         BudgetLine("weights", engine.weights_bytes, "build with a smaller --dtype"),
         BudgetLine("arena", engine.program.arena_bytes, lower),
         BudgetLine("workspace", table.workspace_bytes + table.scratch_bytes, lower),
+        BudgetLine("sampling", SampledIds.size_bytes(*_slots(engine)), "build with a lower --max-batch-size"),
     ]
+
+
+def _slots(engine: Engine) -> tuple[int, int]:
+    """Slots, and the width of the logits."""
+    return engine.manifest.limits.max_batch_size, engine.manifest.model.vocab_size
 
 
 def _pool_line(engine: Engine, num_pages: int) -> BudgetLine:
@@ -84,8 +94,8 @@ class CudaExecutor:
     """See `tapeout.runtime.step.Executor`. Make it with `tapeout.runtime.executors.load_executor`.
 
     Sampled ids stay on the device and feed the next step; the host reads them from pinned memory
-    when it asks for a step's result. A step that holds a request with penalties, min_tokens or
-    logprobs (see `device_unsupported`) downloads its logits and samples all its rows on the host, by
+    when it asks for a step's result. A step that holds a request the device cannot sample (see
+    `device_unsupported`) downloads its logits as well and samples that request's row on the host, by
     the same definition. Any thread may call; calls take effect in their order.
     """
 
@@ -99,14 +109,13 @@ class CudaExecutor:
         self._logits_view = engine.program.logits
         batch, facts = self.limits.max_batch_size, manifest.tokenizer
         self._checker = StepChecker(self.limits, self._vocab_size, num_pages)
-        self._sampler = Sampler(
-            batch,
-            self._vocab_size,
-            self._vocab_size if facts is None else facts.vocab_size,
-            () if facts is None else facts.eos_token_ids,
-        )
+        self._eos_token_ids = () if facts is None else facts.eos_token_ids
+        valid_vocab_size = self._vocab_size if facts is None else facts.vocab_size
+        self._sampler = Sampler(batch, self._vocab_size, valid_vocab_size, self._eos_token_ids)
         self._last_ids = np.full(batch, NO_TOKEN, np.int32)  # _ON_DEVICE where the slot has one
-        self._on_host = np.zeros(batch, bool)
+        self._full = np.zeros(batch, bool)  # slots that need more than plain sampling
+        self._on_host = np.zeros(batch, bool)  # slots that the host samples; they are full as well
+        self._top_logprobs = np.full(batch, _NO_LOGPROBS)
         self._lock = threading.RLock()
         self._closed = False
         self._device, table = open_gpu(engine, device)
@@ -135,14 +144,18 @@ class CudaExecutor:
                 weights=weights,
                 step=stack.enter_context(closing(StepBuffers(limits))),
                 kv_pool=stack.enter_context(closing(DeviceMemory(pool.size_bytes, "the KV cache"))),
-                sampling=stack.enter_context(closing(SampledIds(limits.max_batch_size, self._device))),
+                sampling=stack.enter_context(closing(SampledIds(*_slots(engine), self._device))),
                 layers=kv.layers,
             )
             self._logits = stack.enter_context(closing(PinnedMemory(logits_bytes)))
             memory.kv_pool.zero()
             laps.lap("memory")
             cubins = {name: engine.kernel(name) for name in engine.kernel_names}
-            self._replay = stack.enter_context(closing(Replay(engine.program, table, cubins, memory)))
+            products = None
+            if versions := table.matmul_versions():
+                products = stack.enter_context(closing(CublasLt(library_for(versions))))
+            replay = Replay(engine.program, table, cubins, memory, products)
+            self._replay = stack.enter_context(closing(replay))
             laps.lap("kernels")
             weights.wait()
             laps.lap("weights")
@@ -157,10 +170,14 @@ class CudaExecutor:
         with self._lock:
             self._enter()
             self._last_ids[slot] = NO_TOKEN
-            self._sampler.admit(slot, params, prompt_token_ids)
-            self._on_host[slot] = device_unsupported(params) is not None
-            if not self._on_host[slot]:
-                self._sampled.set_parameters(slot, state_words(params), self._stream)
+            on_host = device_unsupported(params) is not None
+            if on_host:
+                self._sampler.admit(slot, params, prompt_token_ids)
+                params = SamplingParams(temperature=0)  # what the device samples is not used
+            self._on_host[slot], self._full[slot] = on_host, on_host or needs_full(params)
+            self._top_logprobs[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
+            masked = ending_ids(params, self._eos_token_ids, self._vocab_size)
+            self._sampled.admit(slot, Admission(params, prompt_token_ids, masked), self._stream)
 
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Queue a step: one copy, one graph launch, one copy back; returns at once.
@@ -182,7 +199,8 @@ class CudaExecutor:
         """
         with self._lock:
             self._enter()
-            self._queue(inputs, sample=False)
+            self._checker.check(inputs, self._last_ids)
+            self._queue(inputs, Sampling.NONE)
             return self._download_logits(len(inputs.row_ids))
 
     def close(self) -> None:
@@ -205,30 +223,36 @@ class CudaExecutor:
         self._device.make_current()
 
     def _submit(self, inputs: StepInputs) -> StepHandle:
-        step: StepHandle
-        if self._queue(inputs, sample=True):
-            step = self._sampled.download(len(inputs.row_ids), self._stream)
-        else:
-            step = _Done(self._sample_on_host(inputs))
-        self._last_ids[inputs.row_slots] = _ON_DEVICE
+        self._checker.check(inputs, self._last_ids)
+        slots, top_logprobs, on_host = inputs.row_slots, None, None
+        full = bool(self._full[slots].any())
+        if full:
+            top_logprobs, on_host = self._top_logprobs[slots], np.flatnonzero(self._on_host[slots])
+        self._queue(inputs, Sampling.FULL if full else Sampling.PLAIN)
+        step: StepHandle = self._sampled.download(len(slots), top_logprobs, self._stream)
+        if on_host is not None and len(on_host):
+            step = _Done(self._with_rows_of_host(inputs, on_host, step))
+        self._last_ids[slots] = _ON_DEVICE
         return step
 
-    def _queue(self, inputs: StepInputs, *, sample: bool) -> bool:
-        """Check a step and queue its copy and its graph; returns whether the graph samples."""
-        self._checker.check(inputs, self._last_ids)
-        sample = sample and not self._on_host[inputs.row_slots].any()
+    def _queue(self, inputs: StepInputs, sampling: Sampling) -> None:
+        """Queue a step's copy and its graph; the step has been checked."""
         bucket = self._replay.bucket(len(inputs.token_ids), len(inputs.slots), len(inputs.row_ids))
         self._steps.upload(inputs, self._stream)
-        self._replay.launch(bucket, self._stream, sample=sample)
-        return sample
+        self._replay.launch(bucket, self._stream, sampling)
 
-    def _sample_on_host(self, inputs: StepInputs) -> StepResult:
-        logits = self._download_logits(len(inputs.row_ids))
-        sampled = self._sampler.sample(logits, inputs.row_slots, inputs.positions[inputs.row_ids])
+    def _with_rows_of_host(self, inputs: StepInputs, rows: np.ndarray, step: StepHandle) -> StepResult:
+        """The device's result with these rows sampled on the host; waits."""
+        logits = self._download_logits(len(inputs.row_ids))[rows]
+        slots, positions = inputs.row_slots[rows], inputs.positions[inputs.row_ids[rows]]
+        sampled, device = self._sampler.sample(logits, slots, positions), step.result()
+        token_ids, finite, logprobs = device.token_ids.copy(), device.finite.copy(), list(device.logprobs)
+        token_ids[rows], finite[rows] = sampled.token_ids, sampled.finite
+        for row, found in zip(rows.tolist(), sampled.logprobs, strict=True):
+            logprobs[row] = found
         # The id of a row that is not finite means nothing, but the next step may be queued already.
-        ids = np.where(sampled.finite, sampled.token_ids, 0)
-        self._sampled.set_last_ids(inputs.row_slots, ids, self._stream)
-        return StepResult(sampled.token_ids, sampled.logprobs, sampled.finite)
+        self._sampled.set_last_ids(slots, np.where(sampled.finite, sampled.token_ids, 0), self._stream)
+        return StepResult(token_ids, tuple(logprobs), finite)
 
     def _download_logits(self, rows: int) -> np.ndarray:
         """Float32 [rows, vocab], a copy."""

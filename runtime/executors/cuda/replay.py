@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 from cuda.bindings import driver as cu
 
 from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine.container import DTYPES
-from tapeout.runtime.engine.launches import Kernel, KernelArg, Launch, LaunchTable, RangeLaunches
+from tapeout.runtime.engine.launches import (
+    Kernel,
+    KernelArg,
+    Launch,
+    LaunchTable,
+    Matmul,
+    RangeLaunches,
+)
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
+from tapeout.runtime.executors.cuda.cublaslt import Call, CublasLt, check_matmul
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
 from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
@@ -40,6 +50,12 @@ class Memory:
     layers: int
 
 
+class Sampling(Enum):
+    """What follows the model in a step: nothing, ids as most requests want them, or everything."""
+
+    NONE, PLAIN, FULL = range(3)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Padded sizes of a step: packed rows, logit rows, and whether every sequence has one row."""
@@ -50,17 +66,30 @@ class Bucket:
 
 
 class Replay:
-    """Captures one graph for each bucket on first use and keeps it."""
+    """Captures one graph for each bucket on first use and keeps it.
+
+    products: the library, where the table has products for it.
+
+    Raises EngineIncompatibleError where the library does not run a product of some bucket here.
+    """
 
     def __init__(
-        self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory
+        self,
+        program: Program,
+        table: LaunchTable,
+        cubins: Mapping[str, bytes],
+        memory: Memory,
+        products: CublasLt | None = None,
     ) -> None:
         self._program, self._table, self._memory = program, table, memory
+        self._products = products
         self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
-        self._graphs: dict[tuple[Bucket, bool], Any] = {}
+        self._graphs: dict[tuple[Bucket, Sampling], Any] = {}
+        self._warm: set[tuple[Matmul, int]] = set()  # products that have run, and at how many rows
         # Sampling is launched like an op whose input is the logits.
         self._sampling = Record("sample", (program.logits,), (), (), {}, "")
+        self._check_products()
         with ExitStack() as stack:
             self._functions = [
                 stack.enter_context(closing(_function(cubins, kernel))) for kernel in table.kernels
@@ -77,21 +106,47 @@ class Replay:
         sizes = self._table.logit_buckets if decode else self._table.row_buckets
         return Bucket(_at_least(sizes, rows), _at_least(self._table.logit_buckets, wanted), decode)
 
-    def launch(self, bucket: Bucket, stream: Stream, *, sample: bool) -> None:
-        """Replay a bucket, with or without sampling at its end: one graph launch."""
-        key = (bucket, sample)
+    def launch(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
+        """Replay a bucket with that sampling at its end: one graph launch."""
+        key = (bucket, sampling)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, stream, sample)
+            self._warm_up(bucket, stream)
+            self._graphs[key] = self._capture(bucket, stream, sampling)
         check(cu.cuGraphLaunch(self._graphs[key], stream.handle), "launching a step")
 
     def logits_address(self) -> int:
         return self._address(self._program.logits)
 
-    def _capture(self, bucket: Bucket, stream: Stream, sample: bool) -> Any:
+    def _check_products(self) -> None:
+        """Ask the library about every product of every bucket, so that none fails in a step."""
+        if self._products is None:
+            return
+        rows, logit_rows = self._table.row_buckets, self._table.logit_buckets
+        pairs = zip_longest(rows, logit_rows)  # every T and every R occurs: nothing depends on both
+        buckets = [Bucket(t or rows[-1], r or logit_rows[-1], decode=False) for t, r in pairs]
+        buckets += [Bucket(r, r, decode=True) for r in logit_rows]
+        asked = set()
+        for bucket in buckets:
+            for record, count, item in self._launches(bucket):
+                if isinstance(item, Matmul) and (item, count) not in asked:
+                    self._products.check(self._call(item, record, count), item.algorithm)
+                    asked.add((item, count))
+
+    def _warm_up(self, bucket: Bucket, stream: Stream) -> None:
+        """Run each of the bucket's products once, that the library loads its kernels outside a capture.
+
+        They write garbage where the step that follows writes results: between steps nobody reads the arena.
+        """
+        for record, count, item in self._launches(bucket) if self._products else ():
+            if isinstance(item, Matmul) and (item, count) not in self._warm:
+                self._launch(item, record, count, stream)
+                self._warm.add((item, count))
+
+    def _capture(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> Any:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         check(cu.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
         try:
-            self._launch_all(bucket, stream, sample)
+            self._launch_all(bucket, stream, sampling)
         except BaseException:
             # Unchecked: the error to tell is the one that is on its way.
             status, graph = cu.cuStreamEndCapture(stream.handle)
@@ -104,21 +159,31 @@ class Replay:
         finally:
             cu.cuGraphDestroy(graph)
 
-    def _launch_all(self, bucket: Bucket, stream: Stream, sample: bool) -> None:
+    def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
+        for filling in self._table.fill:
+            self._launch(filling, None, bucket.rows, stream)
+        for record, count, item in self._launches(bucket):
+            self._launch(item, record, count, stream)
+        if sampling is not Sampling.NONE:
+            ranges = self._table.sample_full if sampling is Sampling.FULL else self._table.sample
+            for item in _range(ranges, bucket.logit_rows).launches:
+                self._launch(item, self._sampling, bucket.logit_rows, stream)
+
+    def _launches(self, bucket: Bucket) -> Iterator[tuple[Record, int, Launch | Matmul]]:
+        """Launches of the bucket's records in their order, with their padded rows."""
         rows = {"T": bucket.rows, "R": bucket.logit_rows}
         special = self._table.decode_ranges if bucket.decode else {}
-        for item in self._table.fill:
-            self._launch(item, None, rows["T"], stream)
         for record in self._program.records:
             count = rows[str(record.outputs[0].shape[0])]
             ranges = special.get(record.signature) or self._table.ranges[record.signature]
             for item in _range(ranges, count).launches:
-                self._launch(item, record, count, stream)
-        if sample:
-            for item in _range(self._table.sample, rows["R"]).launches:
-                self._launch(item, self._sampling, rows["R"], stream)
+                yield record, count, item
 
-    def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
+    def _launch(self, item: Launch | Matmul, record: Record | None, rows: int, stream: Stream) -> None:
+        if isinstance(item, Matmul):
+            assert self._products is not None, "the library of the table's products"
+            self._products.matmul(self._call(item, record, rows), item.algorithm, stream)
+            return
         kernel = self._table.kernels[item.kernel]
         x, y, z = (dim.blocks(rows) for dim in item.grid)
         values, types = [], []
@@ -134,6 +199,9 @@ class Replay:
             function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types,
             overlap=kernel.overlap, cluster=kernel.cluster,
         )  # fmt: skip
+
+    def _call(self, item: Matmul, record: Record | None, rows: int) -> Call:
+        return Call.of(item, rows, lambda argument: self._argument(argument, record)[0])
 
     def _argument(self, argument: KernelArg, record: Record | None) -> tuple[int | float, type]:
         memory, kind = self._memory, argument.kind
@@ -183,10 +251,11 @@ def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
 
     For a device that is not opened yet: nothing has been loaded when this is told.
     """
-    ranges = [r for row in (*table.ranges.values(), *table.decode_ranges.values(), table.sample) for r in row]
-    launches = [*table.fill, *(item for r in ranges for item in r.launches)]
+    launches = table.everything()
     kinds = {argument.kind for item in launches for argument in item.args}
     problems = [f"arguments of kind {kind!r}, which is unknown" for kind in sorted(kinds - _KINDS)]
+    products = {item for item in launches if isinstance(item, Matmul)}
+    problems += sorted({p for item in products if (p := check_matmul(item)) is not None})
     problems += [f"no cubin {k.blob}" for k in table.kernels if k.blob not in cubins]
     if problems:
         raise EngineIncompatibleError(

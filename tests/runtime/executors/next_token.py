@@ -7,18 +7,22 @@ import ctypes
 import numpy as np
 from fake_cuda import Launched, words
 
+from tapeout.plugins.sample.logprob_words import DEVICE_LOGPROBS, LOGPROB_WORDS
+from tapeout.plugins.sample.state import SAMPLE_STATE_WORDS
 from tapeout.runtime.engine import Engine
 from tapeout.runtime.executors.cuda import CudaExecutor
 from tapeout.runtime.step import FROM_SLOT
 
 
 class NextToken:
-    """Fills FROM_SLOT ids as the fill kernel does, writes logits that prefer id + 1, samples that."""
+    """Fills FROM_SLOT ids as the fill kernel does, writes logits that prefer id + 1, samples that, and
+    reports logprobs where a slot asks for them."""
 
     def __init__(self, executor: CudaExecutor, engine: Engine) -> None:
         self._address, self._logits = executor._steps.address, executor._replay.logits_address()
         self._view, self._dtype = engine.program.logits, engine.program.logits.dtype
         self._ids: list[int] = []
+        self._rows = np.zeros((0, 0), np.float32)
 
     def __call__(self, launched: Launched) -> None:
         if launched.symbol == "fill_token_ids":
@@ -36,6 +40,16 @@ class NextToken:
                 ):  # fmt: skip
                     ctypes.c_int32.from_address(address).value = value
 
+        elif launched.symbol == "merge_logprobs":
+            counts, row_ids, row_seqs, slots, state, out_ids, out = map(int, launched.values[5:12])
+            r = words(counts, 5)[4]
+            for i, row in enumerate(words(row_ids, r)):
+                slot = words(slots + 4 * words(row_seqs + 4 * row, 1)[0], 1)[0]
+                top_n = words(state + 4 * (SAMPLE_STATE_WORDS * slot + 12), 1)[0]
+                if top_n >= 0:
+                    reported = logprob_words(self._rows[i], words(out_ids + 4 * i, 1)[0], top_n)
+                    ctypes.memmove(out + 4 * LOGPROB_WORDS * i, reported.tobytes(), 4 * LOGPROB_WORDS)
+
     def _fill(self, token_ids: int, counts: int, row_seqs: int, slots: int, last_ids: int) -> None:
         t, _, _, _, r = words(counts, 5)
         ids = words(token_ids, t)
@@ -46,7 +60,20 @@ class NextToken:
         logits = np.zeros((r, self._view.strides[0]), np.float32)
         for i, row in enumerate(words(self._address("row_ids"), r)):
             logits[i, ids[row] + 1] = 1.0
+        self._rows = logits[:, : self._view.shape[1]]
         raw = logits.tobytes()
         if self._dtype == "bfloat16":
             raw = (logits.view(np.uint32) >> 16).astype(np.uint16).tobytes()
         ctypes.memmove(self._logits, raw, len(raw))
+
+
+def logprob_words(row: np.ndarray, token_id: int, top_n: int) -> np.ndarray:
+    """What the kernels report of a row of logits: see plugins/sample/logprob_words.py."""
+    reported = np.zeros(LOGPROB_WORDS, np.int32)
+    floats, order = reported.view(np.float32), np.argsort(-row, kind="stable")
+    reported[0] = order.tolist().index(token_id) + 1
+    floats[1:3] = row[token_id], row.max()
+    reported[4:6].view(np.float64)[0] = np.exp(row - row.max()).sum(dtype=np.float64)
+    top, start = order[:top_n], 8 + DEVICE_LOGPROBS
+    reported[8 : 8 + len(top)], floats[start : start + len(top)] = top, row[top]
+    return reported

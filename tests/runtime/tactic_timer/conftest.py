@@ -73,5 +73,6 @@ def write_pack(tmp_path: Path) -> Callable[..., tuple[Path, Pack]]:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, ...]]:
     """The command of a worker of this folder, which finds the fakes."""
     monkeypatch.setattr(sys, "path", [*sys.path, *map(str, FAKES)])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, FAKES)))
+    paths = [*map(str, FAKES), *filter(None, sys.path)]  # the package as this process found it
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return lambda name: (sys.executable, "-W", "ignore", str(HERE / name))

@@ -1,6 +1,7 @@
 """A timing worker without a GPU: candidates behave as their names say.
 
-A candidate called `crash` ends the process, `hang` never answers, `fault` breaks the context, `wrong`
+A candidate `cublaslt` has an algorithm of stub_cublaslt.c, or no library where NO_CUBLASLT is set. One called
+`crash` ends the process, `hang` never answers, `fault` breaks the context, `wrong`
 fails its check; others take as many microseconds as the digits in their names say.
 """
 
@@ -18,6 +19,13 @@ from typing import Any
 
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.tactic_timer.pack_file import read_pack
+
+_WORDS = (0x7A9E, 1, *[0] * 6)  # the stub's mark, and the number of the algorithm
+ALGORITHM = {
+    "data": b"".join(word.to_bytes(8, "little") for word in _WORDS).hex(),
+    "version": 130100,
+    "workspace_bytes": 1024,
+}
 
 
 def send(**message: Any) -> None:
@@ -43,7 +51,12 @@ def run(index: int, names: list[str], lost: dict[int, str]) -> None:
             continue
         send(event="begin", entry=index, candidate=c, phase="time")
         time_us = float(int(re.sub(r"\D", "", name) or 1) % 1_000_000)
-        send(event="outcome", entry=index, candidate=c, time_us=time_us)
+        if name != "cublaslt":
+            send(event="outcome", entry=index, candidate=c, time_us=time_us)
+        elif os.environ.get("NO_CUBLASLT"):
+            send(event="outcome", entry=index, candidate=c, reason="no libcublasLt", unavailable=True)
+        else:
+            send(event="outcome", entry=index, candidate=c, time_us=time_us, algorithm=ALGORITHM)
     send(event="entry", entry=index, skipped=None)
 
 

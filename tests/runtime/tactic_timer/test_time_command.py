@@ -113,8 +113,8 @@ class TestRefusals:
         self.refused(run(self.tmp_path / "none", "-o", cache), 2, "No such file")
         self.pack.write_bytes(data[:-5])
         self.refused(run(self.pack, "-o", cache), 3, "truncated")
-        self.pack.write_bytes(data.replace(b'"pack_version":"1"', b'"pack_version":"9"'))
-        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 1")
+        self.pack.write_bytes(data.replace(b'"pack_version":"2"', b'"pack_version":"9"'))
+        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 2")
         self.pack.write_bytes(b"text")
         self.refused(run(self.pack, "-o", cache), 3, "not a pack")
 

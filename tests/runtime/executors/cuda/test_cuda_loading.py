@@ -35,6 +35,7 @@ def test_too_little_memory_is_told_line_by_line(engine: Engine, install: Install
         "weights",
         "arena",
         "workspace",
+        "sampling",
         "kv cache (1048576 pages of 16 tokens)",
         "1.0 MiB are available",
     )
@@ -46,6 +47,7 @@ def test_too_little_memory_is_told_line_by_line(engine: Engine, install: Install
     assert engine.launches is not None
     fixed = engine.weights_bytes + engine.program.arena_bytes
     fixed += engine.launches.workspace_bytes + engine.launches.scratch_bytes
+    fixed += 4 * (64 + 4 + 8 + 48 * 4 + 2 * 12 * 4 + 304 * 4)  # sampling: 4 slots, 300 ids
     page = engine.manifest.kv_cache.page_bytes(16)
     cuda.free = fixed + page - 1
     with pytest.raises(CapacityError, match=r"weights(.|\n)*kv cache \(1 page of 16 tokens\)"):
@@ -219,6 +221,6 @@ def test_kernels_of_another_abi_are_refused_when_the_file_is_opened(
     """Before the launches are decoded, whose form may be another as well."""
     monkeypatch.setattr(reader, "KERNEL_ABI", 7)
     monkeypatch.setattr(reader.LaunchTable, "from_json", lambda data: pytest.fail("launches were decoded"))
-    with pytest.raises(EngineIncompatibleError, match="kernel ABI 1, this tapeout's is 7") as error:
+    with pytest.raises(EngineIncompatibleError, match="kernel ABI 2, this tapeout's is 7") as error:
         open_engine(engine_path)
     assert "tapeout build" in str(error.value.hint)

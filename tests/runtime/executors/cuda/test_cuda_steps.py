@@ -21,15 +21,17 @@ from next_token import NextToken
 
 from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.plugins.sample.params import SamplingParams
+from tapeout.plugins.sample.state import bits_row, counts_row, id_bits, state_words
 from tapeout.runtime import LLM
 from tapeout.runtime.engine import Engine
 from tapeout.runtime.executors.cuda import CudaExecutor
+from tapeout.runtime.executors.cuda import executor as executor_module
 from tapeout.runtime.executors.cuda.replay import Bucket
 from tapeout.runtime.step import FROM_SLOT, StepInputs
 
 Step = Callable[..., StepInputs]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-ON_HOST = SamplingParams(temperature=0.0, max_tokens=8, repetition_penalty=1.01)
+PENALIZED = SamplingParams(temperature=0.0, max_tokens=8, repetition_penalty=1.01)
 NO_PROMPT = np.zeros(0, np.int32)
 VOCAB, PAGES = 300, 8
 
@@ -103,18 +105,97 @@ def test_forward_leaves_the_slots_alone(executor: CudaExecutor, step: Step, cuda
 
 
 def test_requests_the_device_cannot_sample_go_through_the_host(
-    executor: CudaExecutor, step: Step, cuda: FakeCuda
+    executor: CudaExecutor, step: Step, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(executor_module, "device_unsupported", lambda p: "no" if p.min_p else None)
     greedy(executor, 0)
-    executor.admit(1, ON_HOST, NO_PROMPT)
-    cuda.launched.clear()
-    assert ids_of(executor.submit(step((0, [5], 0, [1]), (1, [9], 0, [2])))) == [6, 10]
-    assert "choose" not in {x.symbol for x in cuda.launched}
+    # What the host samples is told from what the device would: it never returns to an id.
+    on_host = replace(PENALIZED, min_p=0.1, presence_penalty=2.0, logprobs=1)
+    executor.admit(1, on_host, NO_PROMPT)
+    executor.admit(2, replace(GREEDY, logprobs=0), NO_PROMPT)
+    result = executor.submit(step((0, [5], 0, [1]), (1, [9], 0, [2]), (2, [40], 0, [3]))).result()
+    assert result.token_ids.tolist() == [6, 10, 41]
+    assert [None if x is None else list(x) for x in result.logprobs] == [None, [10], [41]]
     # The slots go on from what the host chose, on the device as well.
     handles = [
         executor.submit(step((0, [FROM_SLOT], 1, [1]))), executor.submit(step((1, [FROM_SLOT], 1, [2]))),
+        executor.submit(step((1, [9], 2, [2]))),
     ]  # fmt: skip
-    assert [ids_of(h) for h in handles] == [[7], [11]]
+    assert [ids_of(h) for h in handles] == [[7], [11], [0]]
+
+
+def test_the_device_is_told_what_sampling_needs(
+    executor: CudaExecutor, engine: Engine, step: Step, cuda: FakeCuda
+) -> None:
+    """Ids of the prompt, zeroed counts and masked ids, of those requests alone that need them."""
+    addresses, facts = executor._sampled.addresses(), engine.manifest.tokenizer
+    assert facts is not None
+    bits, counts = 4 * bits_row(VOCAB), 4 * counts_row(VOCAB)
+    ctypes.memset(addresses["sample_bits"], 0xAA, 4 * 2 * bits)
+    ctypes.memset(addresses["output_counts"], 0xAA, 4 * counts)
+    prompt = np.array([7, 299, 7], np.int32)
+    params = {
+        0: GREEDY,
+        1: replace(PENALIZED, logprobs=3),
+        2: replace(GREEDY, min_tokens=2, stop_token_ids=(33, 5000)),
+    }
+    for slot, request in params.items():
+        executor.admit(slot, request, prompt)
+    executor.submit(step((0, [1], 0, [0]), (1, [1], 0, [1]), (2, [1], 0, [2]))).result()
+
+    def bytes_at(name: str, start: int, size: int) -> bytes:
+        return ctypes.string_at(addresses[name] + start, size)
+
+    untouched = b"\xaa" * bits
+    assert bytes_at("sample_bits", 0, 2 * bits) == 2 * untouched
+    assert bytes_at("sample_bits", 2 * bits, bits) == id_bits(prompt, VOCAB).tobytes()
+    assert bytes_at("sample_bits", 3 * bits, 2 * bits) == 2 * untouched
+    masked = id_bits(np.array([33, *facts.eos_token_ids]), VOCAB)
+    assert bytes_at("sample_bits", 5 * bits, bits) == masked.tobytes()
+    assert bytes_at("output_counts", counts, counts) == bytes(counts)
+    for slot in (0, 2, 3):
+        assert bytes_at("output_counts", slot * counts, counts) == b"\xaa" * counts
+    for slot, request in params.items():
+        assert bytes_at("sample_state", 64 * slot, 64) == state_words(request).tobytes()
+
+
+def test_only_steps_that_need_it_run_the_full_kernels(
+    executor: CudaExecutor, engine: Engine, step: Step, cuda: FakeCuda
+) -> None:
+    assert engine.launches is not None
+    greedy(executor, 0)
+    executor.admit(1, PENALIZED, NO_PROMPT)
+
+    def symbols(inputs: StepInputs) -> list[str]:
+        cuda.launched.clear()
+        executor.submit(inputs).result()
+        return [launched.symbol for launched in cuda.launched]
+
+    plain, full = symbols(step((0, [5], 0, [1]))), symbols(step((1, [9], 0, [2])))
+    assert plain[-2:] == ["partial_max", "choose"]
+    assert full == [*plain, "partial_logprobs", "merge_logprobs"]
+    assert symbols(step((0, [FROM_SLOT], 1, [1]))) == plain
+    greedy(executor, 1)  # the slot's next request needs less
+    assert symbols(step((1, [9], 0, [2]))) == plain
+    assert cuda.open["exec"] == 2
+
+
+def test_logprobs_come_home_with_the_ids(executor: CudaExecutor, step: Step) -> None:
+    asked = {0: 2, 1: None, 2: 0, 3: 20}
+    for slot, top_n in asked.items():
+        executor.admit(slot, replace(GREEDY, logprobs=top_n), NO_PROMPT)
+    inputs = step(*((slot, [10 * slot], 0, [slot]) for slot in asked))
+    handles = [executor.submit(inputs), executor.submit(step((1, [FROM_SLOT], 1, [1])))]
+    greedy(executor, *asked)  # results of the requests before are still theirs
+    rows, likely = handles[0].result().logprobs, -float(np.log(1 + 299 / np.e))
+    assert [None if r is None else [(i, p.rank) for i, p in r.items()] for r in rows] == [
+        [(1, 1), (0, 2)], None, [(21, 1)], [(31, 1), *((i, i + 2) for i in range(19))],
+    ]  # fmt: skip
+    for row, token_id in ((rows[0], 1), (rows[3], 31)):
+        assert row is not None
+        assert [p.logprob for p in row.values()] == pytest.approx([likely, *[likely - 1] * (len(row) - 1)])
+        assert token_id in row
+    assert handles[1].result().logprobs == (None,)
 
 
 def test_a_failed_step_surfaces_and_later_ones_run(executor: CudaExecutor, step: Step) -> None:
