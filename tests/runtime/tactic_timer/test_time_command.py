@@ -64,8 +64,8 @@ def test_winners_and_losers_are_told_and_kept(
     assert result.stdout.endswith(f"wrote {cache}\n")
     timings = GpuTimings(TimingCache.load(cache), H200)
     place = ("add0(float32[T,16])", "mixed", "", 4)
-    assert timings.get(*place, "fast3 0") == Outcome(3)
-    assert timings.get(*place, "crash 0") == Outcome(None, CRASH)
+    assert timings.get(*place, "fast3:0") == Outcome(3)
+    assert timings.get(*place, "crash:0") == Outcome(None, CRASH)
 
 
 def test_json_is_one_document(write_pack: Write, run: Callable[..., Result], tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ class TestRefusals:
         self.refused(run(self.tmp_path / "none", "-o", cache), 2, "No such file")
         self.pack.write_bytes(data[:-5])
         self.refused(run(self.pack, "-o", cache), 3, "truncated")
-        self.pack.write_bytes(data.replace(b'"pack_version":"2"', b'"pack_version":"9"'))
-        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 2")
+        self.pack.write_bytes(data.replace(b'"pack_version":"3"', b'"pack_version":"9"'))
+        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 3")
         self.pack.write_bytes(b"text")
         self.refused(run(self.pack, "-o", cache), 3, "not a pack")
 
