@@ -58,10 +58,14 @@ class _Judged:
         return {n: o.time_us for n, o in self.outcomes.items() if o.time_us is not None}
 
     def best(self, preferred: str) -> Contender:
-        """The fastest contender, of the preferred provider if it has one; there are times."""
+        """The fastest contender, of the preferred provider if it has one; there are times.
+
+        Of equal ones the first by digest, as in a whole step.
+        """
         times = self.times()
         its = {n for n in times if _named(self, n).provider == preferred}
-        return _named(self, min(its or times, key=lambda n: (times[n], n)))
+        hashes = {c.name: c.kernel_hash for c in self.contest.contenders}
+        return _named(self, min(its or times, key=lambda n: (times[n], hashes[n], n)))
 
     def timed_keys(self) -> dict[str, float]:
         """Times by what they belong to: see `plan_search.timed_key`."""

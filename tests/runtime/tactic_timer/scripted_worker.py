@@ -4,7 +4,7 @@ A candidate `cublaslt` has an algorithm of stub_cublaslt.c, or no library where 
 `crash` ends the process, `hang` never answers, `fault` breaks the context, `wrong`
 fails its check; others take as many microseconds as the digits in their names say. In a whole step they
 take as many, or what stands behind a `~`: another number, or `crash`, `hang`, `fault`. Where
-REVERSED_STEPS is set, whoever is fast alone is slow there.
+REVERSED_STEPS is set, all take about as long alone, and whoever is fast alone is slow there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ def send(**message: Any) -> None:
 
 def time_us(name: str, *, in_a_step: bool = False) -> float:
     alone, _, step = name.partition("~")
-    reversed_ = in_a_step and bool(os.environ.get("REVERSED_STEPS"))
-    number = float(int(re.sub(r"\D", "", step if in_a_step and step else alone) or 1) % 1_000_000)
-    return 1e6 - number if reversed_ else number
+    number = int(re.sub(r"\D", "", step if in_a_step and step else alone) or 1) % 1_000_000
+    if os.environ.get("REVERSED_STEPS"):
+        number = 100 + number % 13
+        return 1e4 / number if in_a_step else float(number)
+    return float(number)
 
 
 def run_step(index: int, pack: Pack, known: dict[tuple[int, int], tuple[float, str]]) -> None:
