@@ -77,7 +77,7 @@ class CudaChoices:
 
     Attributes:
         mixed: of every signature, for steps of any kind.
-        decode: of those signatures that have tactics for steps in which every sequence has one row.
+        decode: of those signatures that run otherwise in steps in which every sequence has one row.
     """
 
     mixed: Mapping[str, tuple[Chosen, ...]]

@@ -20,6 +20,7 @@ from tapeout.compiler.tactics.gpu_cases import (
 )
 from tapeout.compiler.tactics.gpu_contests import Contender, Contest, reference_contender
 from tapeout.compiler.tactics.gpu_expected import expected
+from tapeout.compiler.tactics.gpu_steps import StepContest, place_of
 from tapeout.plugins.cuda import CudaTarget, KernelSpec, kernels_of
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.tactic_check.tools import tool_specs
@@ -27,7 +28,7 @@ from tapeout.plugins.triton_aot import CompiledKernel, compile_all, compile_kern
 from tapeout.plugins.triton_aot.digest import ptxas_version
 from tapeout.runtime.engine.launches import RangeLaunches
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.tactic_timer.pack import Candidate, Entry, Pack, Samples
+from tapeout.runtime.tactic_timer.pack import Candidate, Entry, Pack, Samples, WholeStep
 from tapeout.runtime.tactic_timer.pack_file import PackFile, encode_pack
 
 _NOTHING = RangeLaunches(0, "", 0, ())
@@ -39,10 +40,12 @@ def make_pack(
     target: CudaTarget,
     target_name: str,
     progress: Callable[[str], None] = lambda text: None,
+    steps: Sequence[StepContest] = (),
 ) -> PackFile:
     """Compile all contenders and compute what their results are compared with.
 
     Args:
+        steps: whole steps to time; all their contests are among the decisions.
         target_name: the build's target, for example `cuda:h200`.
 
     Raises:
@@ -74,6 +77,7 @@ def make_pack(
         kernels=tuple(table.table),
         tools=indices,
         entries=tuple(entries),
+        steps=_whole_steps(steps, decisions),
     )
     return PackFile(pack, table.cubins, numbers.array())
 
@@ -130,6 +134,16 @@ def _entry(
         for s in expected(signature, entry, values)
     )
     return replace(entry, samples=samples)
+
+
+def _whole_steps(steps: Sequence[StepContest], decisions: Sequence[Contest]) -> tuple[WholeStep, ...]:
+    numbers = {place_of(contest): number for number, contest in enumerate(decisions)}
+    made = []
+    for step in steps:
+        ops = tuple(numbers[place_of(contest)] for contest in step.contests)
+        fixed = {numbers[place_of(c)] for c in step.contests if c.key in step.fixed}
+        made.append(WholeStep(step.kind, step.conditions, step.rows, ops, tuple(sorted(fixed))))
+    return tuple(made)
 
 
 def _candidate(contender: Contender, table: KernelTable, failures: Mapping[str, str]) -> Candidate:

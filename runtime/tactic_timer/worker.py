@@ -8,6 +8,9 @@ announced first, so that whoever reads knows which candidate a crash or a hang b
     {"event": "outcome", "entry": e, "candidate": c, "time_us": t | "reason": r}
         with "algorithm": {...} where a library computed its product, "unavailable": true where there is none
     {"event": "entry", "entry": e, "skipped": why | null}    all outcomes of the entry were told
+    {"event": "begin", "step": s, "phase": p}            the same for a whole step, when all entries are done
+    {"event": "step", "step": s, "time_us": t, "alone_us": a, "winners": [[e, c], ...]}
+        or with "reason": r where it cannot run, "skipped": why where nothing was found out
     {"event": "fault", "reason": r}                      the context is lost; the process ends
     {"event": "error", "kind": class, "message": m, "hint": h}   nothing can be timed here
 """
@@ -18,8 +21,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,15 @@ from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, Tapeo
 from tapeout.runtime.engine.launches import Matmul
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.executors.cuda.driver import Device, Stream, open_device
-from tapeout.runtime.tactic_timer.checking import Checker
+from tapeout.runtime.tactic_timer.checking import Checker, with_algorithm
 from tapeout.runtime.tactic_timer.device import Kernels, Memory, Products, is_alive, l2_bytes
 from tapeout.runtime.tactic_timer.operands import Shared
 from tapeout.runtime.tactic_timer.pack import Candidate, Pack
 from tapeout.runtime.tactic_timer.pack_file import PackFile, read_pack
+from tapeout.runtime.tactic_timer.plan_search import Found, Plan, fastest_plan, finalists, timed_key
 from tapeout.runtime.tactic_timer.timing import Timer
 from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
+from tapeout.runtime.tactic_timer.whole_step import StepTimer
 
 Send = Callable[[dict[str, Any]], None]
 #: A candidate, and the algorithm of its product where it has one.
@@ -51,8 +56,29 @@ class ContextLost(Exception):
         self.reason = reason
 
 
+class _Unknown(Exception):
+    """A step cannot be timed, because nothing is known of one of its ops."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A candidate's time alone, with the algorithm it was timed with."""
+
+    candidate: Candidate
+    time_us: float
+    key: str
+
+    @classmethod
+    def of(cls, candidate: Candidate, time_us: float, algorithm: MatmulAlgorithm | None) -> Timed:
+        key = timed_key(candidate.kernel_hash, algorithm)
+        return cls(candidate if algorithm is None else with_algorithm(candidate, algorithm), time_us, key)
+
+
 class Worker:
-    """Checks and times entries of a pack on one GPU."""
+    """Checks and times entries of a pack on one GPU, then whole steps.
+
+    `known` holds by entry and candidate what was timed.
+    """
 
     def __init__(self, file: PackFile, device: Device, l2: int, send: Send) -> None:
         self._pack, self._send, self._l2 = file.pack, send, l2
@@ -67,6 +93,7 @@ class Worker:
             self._shared = Shared(kernels, tools, stream, file.numbers, products)
             self._resources = stack.pop_all()
         self._warm = False
+        self.known: dict[int, dict[int, Timed]] = {}
 
     def run(self, index: int, lost: Mapping[int, str]) -> None:
         """Tell the outcome of every candidate of an entry that is not `lost` already.
@@ -87,8 +114,50 @@ class Worker:
                 self._tell(index, candidate, reason=f"not judged: {error.message}")
         self._send({"event": "entry", "entry": index, "skipped": skipped})
 
+    def run_step(self, index: int) -> None:
+        """Tell the fastest plan of a whole step. Raises ContextLost when a kernel broke the context."""
+        told: dict[str, Any] = {}
+        try:
+            with Memory(self._shared.stream) as memory:
+                found = self._search(index, memory)
+            winners = sorted(found.plan.items())
+            told = {"time_us": found.time_us, "alone_us": found.alone_us, "winners": winners}
+        except CapacityError as error:
+            told = {"skipped": error.message}
+        except _Unknown as error:
+            told = {"skipped": str(error)}
+        except TapeoutError as error:
+            told = {"reason": error.message}
+        self._send({"event": "step", "step": index, **told})
+
     def close(self) -> None:
         self._resources.close()
+
+    def _search(self, index: int, memory: Memory) -> Found:
+        step = self._pack.steps[index]
+        rivals, candidates, shares = {}, {}, {}
+        for entry in sorted(set(step.ops)):
+            known = self.known.get(entry)
+            if not known:
+                raise _Unknown(f"no candidate has a time of {self._pack.entries[entry].title()}")
+            numbers = {timed.key: number for number, timed in known.items()}
+            best = [numbers[key] for key in finalists({t.key: t.time_us for t in known.values()})]
+            rivals[entry] = best[: 1 if entry in step.fixed else None]
+            candidates[entry] = {number: known[number].candidate for number in rivals[entry]}
+            shares[entry] = known[best[0]].time_us * step.ops.count(entry)
+        with self._announced(step=index, phase="operands"):
+            timer = StepTimer(self._pack, step, memory, self._shared, self._l2, candidates)
+
+        def compare(plan: Plan, rival: Plan) -> tuple[float, float]:
+            with self._announced(step=index, phase="time"):
+                return timer.compare(plan, rival)
+
+        with closing(timer):
+            if not self._warm:
+                with self._announced(step=index, phase="time"):
+                    timer.warm_up({entry: names[0] for entry, names in rivals.items()}, _WARM_UP_US)
+                self._warm = True
+            return fastest_plan(rivals, shares, compare)
 
     def _correct(self, index: int, untold: set[int]) -> dict[int, list[Variant]]:
         """Those whose results are right, with their right variants; tells the reasons of the others."""
@@ -169,13 +238,18 @@ class Worker:
                         outcome = {"time_us": time_us}
                         if algorithm is not None:
                             outcome["algorithm"] = asdict(algorithm)
+                        timed = Timed.of(entry.candidates[c], time_us, algorithm)
+                        self.known.setdefault(index, {})[c] = timed
                 self._tell(index, c, **outcome)
                 untold.remove(c)
 
+    def _step(self, entry: int, candidate: int, phase: str) -> AbstractContextManager[None]:
+        return self._announced(entry=entry, candidate=candidate, phase=phase)
+
     @contextmanager
-    def _step(self, entry: int, candidate: int, phase: str) -> Iterator[None]:
+    def _announced(self, **what: Any) -> Iterator[None]:
         """Announce what comes, and look at the context when it failed."""
-        self._send({"event": "begin", "entry": entry, "candidate": candidate, "phase": phase})
+        self._send({"event": "begin", **what})
         try:
             yield
         except TapeoutError as error:
@@ -204,7 +278,8 @@ def check_pack(pack: Pack, path: Path, gpu: GpuFacts) -> None:
 
 
 def serve(job: Mapping[str, Any], send: Send) -> None:
-    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: why}}}."""
+    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: why}},
+    "steps": [index], "known": {index: {candidate: {"time_us": t, "algorithm": {...} | null}}}}."""
     try:
         path = Path(job["pack"])
         file = read_pack(path)
@@ -215,15 +290,31 @@ def serve(job: Mapping[str, Any], send: Send) -> None:
         kind = type(error).__name__
         send({"event": "error", "kind": kind, "message": error.message, "hint": error.hint})
         return
+    worker.known |= _known(file.pack, job["known"])
     send({"event": "ready", "gpu": asdict(device.facts)})
     try:
         for index in job["entries"]:
             known = job["lost"].get(str(index), {})
             worker.run(index, {int(c): reason for c, reason in known.items()})
+        for index in job["steps"]:
+            worker.run_step(index)
     except ContextLost as lost:
         send({"event": "fault", "reason": lost.reason})
         return  # nothing can be freed in a broken context; the end of the process does it
     worker.close()
+
+
+def _known(pack: Pack, known: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[int, dict[int, Timed]]:
+    """What an earlier worker has timed; JSON has text as keys."""
+
+    def timed(entry: int, candidate: int, told: Mapping[str, Any]) -> Timed:
+        algorithm = told["algorithm"] and MatmulAlgorithm(**told["algorithm"])
+        return Timed.of(pack.entries[entry].candidates[candidate], told["time_us"], algorithm)
+
+    return {
+        int(entry): {int(c): timed(int(entry), int(c), told) for c, told in candidates.items()}
+        for entry, candidates in known.items()
+    }
 
 
 def main() -> None:

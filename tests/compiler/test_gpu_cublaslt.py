@@ -156,8 +156,8 @@ class TestChoice:
         assert self.providers() == {NATIVE}
         self.know(10.0, None)
         assert self.choose().timed
-        assert unanswered(self.decisions, self.timings) == ()
-        assert unanswered(self.decisions, self.timings, CUBLASLT) == self.decisions
+        assert unanswered(self.decisions, self.timings).contests == ()
+        assert unanswered(self.decisions, self.timings, CUBLASLT).contests == self.decisions
 
     def test_a_time_without_an_algorithm_is_unknown(self) -> None:
         self.know(10.0, Outcome(3.0))

@@ -103,7 +103,11 @@ def test_what_the_cache_answers_is_left_out(
     pack(FakeTactic("plain"), FakeTactic("fast"))
     cache = TimingCache(None)
     timings = GpuTimings(cache, GPU)
-    left = lambda: [c.rows for c in open_contests({"add": ADD}, LIMITS, TARGET, "cuda:h200", OPTIONS, cache)]  # noqa: E731
+
+    def left() -> list[int]:
+        open_ = open_contests({"add": ADD}, (), LIMITS, TARGET, "cuda:h200", OPTIONS, cache)
+        return [c.rows for c in open_.contests]
+
     assert left() == [1, 2]
     for contest in contests({"add": ADD}, LIMITS, TARGET)[:1]:
         for c in contest.contenders:

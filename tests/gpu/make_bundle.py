@@ -170,24 +170,32 @@ class Maker:
         self.build(model, self.folder / "huge.engine", self.target, "float32", **HUGE)
 
     def pack(self, dtype: str) -> None:
-        """All tactics of a Llama, and of other architectures those that are no product with a weight."""
+        """All tactics of a Llama, and of other architectures those that are no product with a weight; the
+        Llama's whole steps of which all is packed."""
         from tapeout.compiler.front_end import Stages, lower_model
-        from tapeout.compiler.plan import signatures_of
+        from tapeout.compiler.plan import order_of, signatures_of
         from tapeout.compiler.progress import SilentProgress
         from tapeout.compiler.tactics.gpu_contests import contests
         from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
+        from tapeout.compiler.tactics.gpu_steps import place_of, step_contests
         from tapeout.compiler.targets import cuda_target
 
         options = self.options(self.target, dtype, **PACK_LIMITS)
         target = replace(cuda_target(self.target), tokens_per_page=options.tokens_per_page)
-        found = {}
+        found, steps = {}, []
         for name in PACKED:
             lowered = lower_model(self.tiny(name, **SMALL), options, Stages(SilentProgress()), lambda _: None)
             signatures, limits = signatures_of(lowered.module), lowered.limits
-            for contest in contests(signatures, limits, target, providers=options.providers):
-                if is_packed(name, contest.signature.op, contest.rows):
-                    found[contest.key, contest.kind, contest.rows] = contest
-        file = make_pack(list(found.values()), lowered.limits, target, self.target)
+            decisions = contests(signatures, limits, target, providers=options.providers)
+            packed = [c for c in decisions if is_packed(name, c.signature.op, c.rows)]
+            found |= {place_of(contest): contest for contest in packed}
+            if name == "llama":
+                steps = [
+                    step
+                    for step in step_contests(signatures, order_of(lowered.module), decisions, limits)
+                    if all(place_of(contest) in found for contest in step.contests)
+                ]
+        file = make_pack(list(found.values()), lowered.limits, target, self.target, steps=steps)
         write_pack(file, self.folder / f"{dtype}.pack")
 
     def build(self, model: str, path: Path, target: str, dtype: str, **changes: Any) -> None:

@@ -7,10 +7,11 @@ gives the pack to the timing worker; "cubins" are descriptions of kernels. Print
 a message a line, after one that names the entry and its candidates.
 
 A job: {"op": op, "case": words of a case's label, "places": [[kind, rows]], "take": how many candidates,
-"provider": of the candidates ("native"), "spoil": {number of a candidate, or -1 for the reference: how}}. How
-is `wrong` (another value), `outside` (a guard is written), `unwritten`, `cache` (another layer is written),
-`raises` (the launch fails). Products of cuBLASLt are those of the library that STUB_CUBLASLT names
-(stub_cublaslt.py), whose later algorithms are the faster ones; without it there is none.
+"provider": of the candidates ("native"), "step": how often the op stands in a whole step (there is none),
+"spoil": {number of a candidate, or -1 for the reference: how}}. How is `wrong` (another value), `outside` (a
+guard is written), `unwritten`, `cache` (another layer is written), `raises` (the launch fails). Products of
+cuBLASLt are those of the library that STUB_CUBLASLT names (stub_cublaslt.py), whose later algorithms are the
+faster ones; without it there is none.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from stub_cublaslt import CALL, SYMBOL, capture_calls, compute, kernel_of
 
 from tapeout.compiler.tactics import gpu_pack
 from tapeout.compiler.tactics.gpu_contests import Contest, contests
+from tapeout.compiler.tactics.gpu_steps import StepContest
 from tapeout.plugins.case import cases
 from tapeout.plugins.cuda import CUBLASLT, NATIVE, CudaTarget, KernelSpec
 from tapeout.plugins.errors import TapeoutError
@@ -42,7 +44,7 @@ from tapeout.plugins.tactic_check.hashed import normals
 from tapeout.plugins.triton_aot import CompiledKernel
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.executors.cuda import cublaslt, driver
-from tapeout.runtime.tactic_timer import device, timing, worker
+from tapeout.runtime.tactic_timer import device, timing, whole_step, worker
 from tapeout.runtime.tactic_timer.checking import Checker
 from tapeout.runtime.tactic_timer.pack import Candidate
 
@@ -200,15 +202,22 @@ def main() -> None:
     timing._MAX_COPIES = timing._FIRST_CALLS = 2
     timing._REPLAYS = timing._MIN_REPLAYS = 1
     timing._GRAPH_US = worker._WARM_UP_US = 0.0
+    whole_step._MAX_TURNS, whole_step._ROUNDS, whole_step._MIN_ROUNDS = 2, 1, 1
     gpu = driver.Device(0)
     for job in map(json.loads, sys.argv[1:]):
         SpoilingChecker.spoil = {int(c): how for c, how in job.get("spoil", {}).items()}
-        file = gpu_pack.make_pack(decisions(job), LIMITS, TARGET, "cuda:sm_90")
+        found = decisions(job)
+        steps = [
+            StepContest(c.kind, c.rows, "", (c,) * job["step"], frozenset()) for c in found if "step" in job
+        ]
+        file = gpu_pack.make_pack(found, LIMITS, TARGET, "cuda:sm_90", steps=steps)
         timer = worker.Worker(file, gpu, device.l2_bytes(0), _tell)
         for index, entry in enumerate(file.pack.entries):
             names = [c.tactic for c in entry.candidates]
             _tell({"event": "title", "kind": entry.kind, "rows": entry.rows, "candidates": names})
             timer.run(index, {})
+        for index in range(len(file.pack.steps)):
+            timer.run_step(index)
         timer.close()
         _tell({"event": "end", "open": fake.open})
 

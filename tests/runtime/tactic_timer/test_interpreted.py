@@ -64,6 +64,25 @@ def told() -> dict[str, Told]:
     return run({**RIGHT, **WRONG})
 
 
+STEPS = {
+    "linear_add": {**job("linear_add", "float32 96x64 bias", ("mixed", 8)), "step": 3},
+    "rope_attention": {**job("rope_attention", "float32 decode, qk norm", ("decode", 2)), "step": 2},
+}
+
+
+def test_whole_steps_of_right_kernels() -> None:
+    """Every layer over its own weights and its own part of the KV pool; a block takes as long as alone."""
+    for name, messages in run(STEPS).items():
+        (step,) = [m for m in messages if m["event"] == "step"]
+        alone = {m["candidate"]: m["time_us"] for m in messages if m["event"] == "outcome"}
+        assert step["time_us"] == pytest.approx(STEPS[name]["step"] * min(alone.values()))
+        assert step["alone_us"] == step["time_us"]
+        ((entry, winner),) = step["winners"]
+        assert (entry, alone[winner]) == (0, min(alone.values()))
+        phases = [m["phase"] for m in messages if "step" in m and m["event"] == "begin"]
+        assert phases == ["operands", *["time"] * (len(phases) - 1)]
+
+
 def outcomes(messages: Told) -> list[float | str]:
     return [m.get("time_us") or m["reason"] for m in messages if m["event"] == "outcome"]
 
