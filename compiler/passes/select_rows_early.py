@@ -64,7 +64,8 @@ def _only_for(select: fx.Node, source: fx.Node) -> set[fx.Node]:
             continue  # looked at again if its other users turn out to be late as well
         late.add(node)
         waiting += node.all_input_nodes
-    return late
+    # One result of a call that others need as well: its rows can be selected, the call's cannot.
+    return {n for n in late if n.target is not operator.getitem or n.args[0] in late}
 
 
 def _has_rows(node: fx.Node, dimension: object) -> bool:

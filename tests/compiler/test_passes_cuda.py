@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from small_graph import HIDDEN, Lines, Make, T, check, randn, unchanged
 
 from tapeout.compiler.graph import Graph
+from tapeout.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from tapeout.compiler.passes.fuse_linear_add import fuse_linear_add
 from tapeout.compiler.passes.fuse_norm_linear import fuse_norm_linear
 from tapeout.compiler.passes.fuse_rope_attention import fuse_rope_attention
@@ -177,6 +178,20 @@ class TestSelectRowsEarly:
             assert select.args[0].op == "placeholder"
         (norm,) = graph.graph.nodes(ops.rms_norm.default)
         assert norm.meta["val"].shape[1] == graph.graph.nodes(ops.select_rows.default)[0].meta["val"].shape[1]
+
+    def test_of_a_sum_that_the_attention_reads_normed_the_rows_are_selected(self, small_graph: Make) -> None:
+        """add_rms_norm makes both; only the sum goes on to the rest of the layer."""
+
+        def lines(m: Any, x: torch.Tensor, y: torch.Tensor, row_ids: torch.Tensor) -> Any:
+            total = x + y
+            return (F.linear(x, m.square) + total)[:, row_ids], rms(total, m.w) * 2
+
+        graph = self.graph(small_graph, lines)
+        assert graph.apply(fuse_add_rms_norm) == 1
+        assert graph.apply(select_rows_early) == 1
+        torch.testing.assert_close(graph.run(), graph.expected())
+        sources = {select.args[0].name for select in graph.graph.nodes(ops.select_rows.default)}
+        assert len(sources) == 2 and any(name.startswith("getitem") for name in sources)
 
     @pytest.mark.parametrize(
         "function",
