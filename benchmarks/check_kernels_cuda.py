@@ -25,7 +25,7 @@ from typing import Any
 
 from tapeout.plugins.case import Case, signature
 from tapeout.plugins.cpu import OpSignature, TensorType
-from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget
+from tapeout.plugins.cuda import NATIVE, Arg, CudaTactic, CudaTarget
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, cuda_tactics
 from tapeout.plugins.triton_aot.operands import grid_of
@@ -153,7 +153,9 @@ def make(
         for label, case in model_cases(model, dtype):
             op = case.signature.op
             for tactic in cuda_tactics(op) if only is None or op in only.split(",") else ():
-                if tactic.unsupported(case.signature, target) or not re.search(named, tactic.name):
+                if tactic.provider != NATIVE or not re.search(named, tactic.name):
+                    continue
+                if tactic.unsupported(case.signature, target):
                     continue
                 for rows in case.rows:
                     if not re.search(os.environ.get("CASE", ""), label):
@@ -224,6 +226,11 @@ class Device:
             function = self._call("cuModuleGetFunction", module, fields["symbol"].encode())
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._call("cuFuncSetAttribute", function, attribute, fields["shared_bytes"])
+            if fields["prefers_l1"]:
+                attribute = (
+                    self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                )
+                self._call("cuFuncSetAttribute", function, attribute, 0)
             self._functions[digest] = (module, function)
         return self._functions[digest][1]
 
@@ -240,6 +247,7 @@ class Device:
             values.append(value.data_ptr() if kind.startswith("*") else value)
             types.append(ctypes.c_void_p if kind.startswith("*") else _CTYPES[kind])
         x, y, z = launch["grid"]
+        x *= fields["cluster"]
         values += [self.scratch(fields["scratch_bytes"] * x * y * z), 0]
         types += [ctypes.c_void_p] * 2
         stream = self._torch.cuda.current_stream().cuda_stream
@@ -248,12 +256,20 @@ class Device:
         config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
         config.blockDimX, config.blockDimY, config.blockDimZ = fields["threads"], 1, 1
         config.sharedMemBytes, config.hStream = fields["shared_bytes"], stream
+        attributes, ids = [], driver.CUlaunchAttributeID
         if fields["overlap"] and "TAPEOUT_NO_OVERLAP" not in os.environ:
             attribute = driver.CUlaunchAttribute()
-            ids = driver.CUlaunchAttributeID
             attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(attribute)
+        if fields["cluster"] > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = fields["cluster"], 1, 1
+            attributes.append(attribute)
+        if attributes:
+            config.attrs, config.numAttrs = attributes, len(attributes)
         params = (tuple(values), tuple(types))
         self._call("cuLaunchKernelEx", config, self.function(launch["kernel"]), params, 0)
 

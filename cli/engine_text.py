@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tapeout.cli.format import human_bytes, table
+from tapeout.compiler.report import StepTiming
 
 #: Columns for values that may be long, right of the names of their section.
 _VALUE_WIDTH = 84
@@ -45,6 +46,7 @@ def _engine_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
         ("digest", data["digest"]),
         ("checksums", "all verified" if data["verified"] else "header verified; --verify reads the rest"),
         ("target", data["manifest"]["target"]),
+        *(("needs", f"{name} {', '.join(versions)}") for name, versions in data["libraries"].items()),
     ]
     return [*rows]
 
@@ -125,6 +127,7 @@ def _tactics(data: dict[str, Any]) -> str:
     else:
         note = " (untimed)"
     lines = [_title("tactics") + note]
+    lines += [f"  {StepTiming(**step).text()}" for step in data["steps"]]
     for entry in tactics:
         lines += ["", *_signature(entry["signature"], entry["records"])]
         decode = [t for t in entry["timings"] if t.get("kind") == "decode"]

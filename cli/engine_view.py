@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tapeout.compiler.report import report_path
+from tapeout.compiler.report import StepTiming, report_path
 
 if TYPE_CHECKING:
     from tapeout.runtime.engine import Engine, Record, View
-    from tapeout.runtime.engine.launches import RangeLaunches
+    from tapeout.runtime.engine.launches import LaunchTable, RangeLaunches
     from tapeout.runtime.engine.program import TacticRange
 
 
@@ -20,8 +21,10 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
 
     `tactics` holds one entry per op signature: how many records use it, the tactic of each row
     range, the same for steps that only decode where an engine for a GPU has other tactics there, and
-    `timings`, the report's figures (empty without a report beside the engine). `report` is the report's
-    file name and its figures of the comparison with HF, None without one.
+    `timings`, the report's figures (empty without a report beside the engine). `steps` are the report's
+    whole steps, which decided on tactics where they were timed. `report` is the report's
+    file name and its figures of the comparison with HF, None without one. `libraries` are those that it
+    needs beside its kernels, by name, with the versions its tactics were timed with.
     """
     program, manifest = engine.program, engine.manifest
     limits, launches = manifest.limits, engine.launches
@@ -55,14 +58,22 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
             }
             for signature, ranges in program.tactics.items()
         ],
+        "steps": report["steps"] if report else [],
         "report": report and {"file": report_path(engine.path).name, "parity": report["parity"]},
         "kernels": list(engine.kernel_names),
+        "libraries": _libraries(launches),
         "texts": list(engine.text_names),
     }
     if with_records:
         offsets = {buffer.name: buffer.offset_bytes for buffer in program.buffers}
         data["program"]["listing"] = [record_line(i, r, offsets) for i, r in enumerate(program.records)]
     return data
+
+
+def _libraries(launches: LaunchTable | None) -> dict[str, list[str]]:
+    versions = launches.matmul_versions() if launches else ()
+    shown = [f"{v // 10000}.{v // 100 % 100}.{v % 100}" for v in versions]
+    return {"cublasLt": shown} if shown else {}
 
 
 def _ranges(ranges: Sequence[TacticRange | RangeLaunches]) -> list[dict[str, Any]]:
@@ -83,9 +94,10 @@ def _report(engine: Engine) -> dict[str, Any] | None:
         timings: dict[str, list[dict[str, Any]]] = {}
         for timing in report["tactics"]:
             timings.setdefault(timing.pop("signature"), []).append(timing)
+        steps = [asdict(StepTiming(**step)) for step in report.get("steps", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return {"timings": timings, "parity": figures}
+    return {"timings": timings, "parity": figures, "steps": steps}
 
 
 def record_line(index: int, record: Record, offsets: dict[str, int]) -> str:

@@ -13,7 +13,7 @@ from tapeout.cli.streams import writing
 if TYPE_CHECKING:
     from tapeout.compiler.tactics.gpu_timing import TimedPack
 
-_SHOWN = 20  # lost candidates that are listed
+_SHOWN = 20  # lines about lost candidates
 
 
 @click.command("time", short_help="Time the tactics of a pack on a GPU.")
@@ -29,7 +29,8 @@ _SHOWN = 20  # lost candidates that are listed
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print all times as one JSON document, nothing else.")
 def command(pack: Path, output: Path, device: int, as_json: bool) -> None:
-    """Check and time the tactics of PACK, which `tapeout build --pack FILE` wrote, on this machine's GPU.
+    """Check and time the tactics of PACK, which `tapeout build --pack FILE` wrote, on this machine's GPU:
+    each by itself, then the best of each op in whole steps.
 
     Needs the runtime and cuda-bindings only. A tactic that is wrong, crashes or hangs is lost, with
     the reason in the cache; the engine is then built with `tapeout build --timing-cache CACHE.json`.
@@ -50,9 +51,18 @@ def command(pack: Path, output: Path, device: int, as_json: bool) -> None:
 
 def _summary(done: TimedPack, output: Path) -> str:
     lines = [f"warning: skipped {title}: {why}" for title, why in done.skipped.items()]
-    lines += [f"lost: {tactic} of {title}: {reason}" for title, tactic, reason in done.lost[:_SHOWN]]
-    if len(done.lost) > _SHOWN:
-        lines.append(f"and {len(done.lost) - _SHOWN} more, see {output}")
+    # A tactic is often lost everywhere for one reason, which is told once.
+    places: dict[tuple[str, str], list[str]] = {}
+    for title, tactic, reason in done.lost:
+        places.setdefault((tactic, reason), []).append(title)
+    lost = [
+        f"lost: {tactic} {f'at {len(titles)} places' if len(titles) > 1 else f'of {titles[0]}'}: {reason}"
+        for (tactic, reason), titles in places.items()
+    ]
+    lines += lost[:_SHOWN]
+    if len(lost) > _SHOWN:
+        lines.append(f"and {len(lost) - _SHOWN} more, see {output}")
+    lines += [step.text() for step in done.steps]
     lines.append(
         f"{done.gpu.text()}: {done.timed} of {done.pack.num_candidates} candidates timed, {len(done.lost)} "
         f"lost, {done.times.restarts} restarts, {done.times.seconds:.1f} s"

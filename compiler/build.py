@@ -162,6 +162,7 @@ def _report(
         parity={},
         options=options.effective(),
         warnings=chosen.warnings,
+        steps=chosen.choices.steps,
     )
 
 

@@ -11,7 +11,7 @@ from tapeout.compiler.front_end import Stages, lower_model
 from tapeout.compiler.limits import target_kind
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart
-from tapeout.compiler.plan import signatures_of
+from tapeout.compiler.plan import order_of, signatures_of
 from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_decide import open_contests
@@ -46,7 +46,8 @@ class PackReport:
 def build_pack(
     model: str, options: BuildOptions, progress: Progress | None = None, inputs: tuple[Path, ...] = ()
 ) -> PackReport:
-    """Write the pack `options.pack`: every tactic that the timing cache, if one is given, does not know.
+    """Write the pack `options.pack`: every tactic that the timing cache, if one is given, does not know, and
+    all of a bucket whose whole step it does not know.
 
     Args: as `build`'s.
 
@@ -69,10 +70,14 @@ def build_pack(
     limits, signatures = lowered.limits, signatures_of(lowered.module)
     target = replace(cuda_target(options.target), tokens_per_page=limits.tokens_per_page)
     with stages("pack", options.target) as stage:
-        decisions = open_contests(signatures, limits, target, options.target, cache)
-        file = make_pack(decisions, limits, target, options.target, stage.update)
+        order = order_of(lowered.module)
+        open_ = open_contests(signatures, order, limits, target, options.target, options, cache)
+        file = make_pack(open_.contests, limits, target, options.target, stage.update, open_.steps)
         size = write_pack(file, path)
-        stage.update(f"{file.pack.num_candidates} candidates at {len(file.pack.entries)} places")
+        stage.update(
+            f"{file.pack.num_candidates} candidates at {len(file.pack.entries)} places, "
+            f"{len(file.pack.steps)} whole steps"
+        )
     return PackReport(
         path,
         options.target,

@@ -11,7 +11,7 @@ import torch
 from tapeout.compiler.cuda_plan import ROW_MULTIPLE, plan_cuda, ranges_of
 from tapeout.compiler.ir import Module
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.plan import signatures_of
+from tapeout.compiler.plan import order_of, signatures_of
 from tapeout.compiler.progress import Stage
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.gpu_decide import decide
@@ -52,9 +52,10 @@ def choose_for_cuda(
 ) -> Chosen:
     """Tactics from the timing cache, timed on a GPU of this machine, or defaults; and their cubins."""
     gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
-    decided = decide(signatures_of(module), limits, gpu, target, options, cache, stage.update)
+    order = order_of(module)
+    decided = decide(signatures_of(module), order, limits, gpu, target, options, cache, stage.update)
     timed, chosen = decided.timed, decided.timed.choices
-    choices = Choices(ranges_of(chosen.mixed), timed.timings, timed.timed)
+    choices = Choices(ranges_of(chosen.mixed), timed.timings, timed.timed, timed.steps)
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
         return Chosen(choices, {}, None, ROW_MULTIPLE, decided.warnings, workspace)

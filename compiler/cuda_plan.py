@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -12,13 +12,30 @@ from types import MappingProxyType
 from tapeout.compiler.plan import buckets, max_rows
 from tapeout.compiler.tactics.usable import split_usable
 from tapeout.plugins.cpu import OpSignature, TensorType
-from tapeout.plugins.cuda import CudaTactic, CudaTarget, LaunchSpec
+from tapeout.plugins.cuda import (
+    NATIVE,
+    CudaTactic,
+    CudaTarget,
+    Launchable,
+    LaunchSpec,
+    MatmulAlgorithm,
+    MatmulSpec,
+    kernels_of,
+)
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.sample.cuda import fill_launch, sample_launches, sample_workspace_bytes
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
 from tapeout.runtime.engine.container import DTYPES
-from tapeout.runtime.engine.launches import Grid, Kernel, KernelArg, Launch, LaunchTable, RangeLaunches
+from tapeout.runtime.engine.launches import (
+    Grid,
+    Kernel,
+    KernelArg,
+    Launch,
+    LaunchTable,
+    Matmul,
+    RangeLaunches,
+)
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import Program, TacticRange
 
@@ -40,8 +57,18 @@ class Chosen:
 
     rows: int
     tactic: CudaTactic
-    launches: tuple[LaunchSpec, ...]
+    launches: tuple[Launchable, ...]
     workspace_bytes: int
+
+    def with_algorithm(self, algorithm: MatmulAlgorithm) -> Chosen:
+        """The same with its product's algorithm, which stands last in the workspace."""
+        spared, launches = 0, []
+        for item in self.launches:
+            if isinstance(item, MatmulSpec):
+                spared += item.workspace_bytes - algorithm.workspace_bytes
+                item = replace(item, algorithm=algorithm, workspace_bytes=algorithm.workspace_bytes)
+            launches.append(item)
+        return replace(self, launches=tuple(launches), workspace_bytes=self.workspace_bytes - spared)
 
 
 @dataclass(frozen=True)
@@ -50,7 +77,7 @@ class CudaChoices:
 
     Attributes:
         mixed: of every signature, for steps of any kind.
-        decode: of those signatures that have tactics for steps in which every sequence has one row.
+        decode: of those signatures that run otherwise in steps in which every sequence has one row.
     """
 
     mixed: Mapping[str, tuple[Chosen, ...]]
@@ -68,7 +95,7 @@ def choose_cuda(
     batch_invariant: bool,
     unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> CudaChoices:
-    """Default tactics; nothing is timed.
+    """Default tactics, of our own kernels; nothing is timed.
 
     Args:
         batch_invariant: one tactic for all rows, among those whose rows do not depend on company.
@@ -79,7 +106,7 @@ def choose_cuda(
     """
     mixed, decode, missing = {}, {}, []
     for key, signature in signatures.items():
-        known, reasons = usable_tactics(signature, target, batch_invariant)
+        known, reasons = usable_tactics(signature, target, batch_invariant, frozenset({NATIVE}))
         usable = [t for t in known if t.interpretable]
         reasons |= {t.name: "only timing on the GPU can check it" for t in known if not t.interpretable}
         general = [t for t in usable if not t.decode_only]
@@ -119,11 +146,14 @@ def decode_buckets(limits: Limits) -> tuple[int, ...]:
 
 
 def usable_tactics(
-    signature: OpSignature, target: CudaTarget, batch_invariant: bool
+    signature: OpSignature, target: CudaTarget, batch_invariant: bool, providers: Container[str]
 ) -> tuple[list[CudaTactic], dict[str, str]]:
-    """Tactics that can run the signature (those for decode only too), and why the others cannot."""
+    """Tactics of the providers that can run the signature (those for decode only too), and why others
+    cannot."""
     return split_usable(
-        cuda_tactics(signature.op), lambda tactic: tactic.unsupported(signature, target), batch_invariant
+        (tactic for tactic in cuda_tactics(signature.op) if tactic.provider in providers),
+        lambda tactic: tactic.unsupported(signature, target),
+        batch_invariant,
     )
 
 
@@ -141,7 +171,7 @@ def fitting_tactics(
         return list(tactics)
     fitting = []
     for tactic in tactics:
-        keys = [item.kernel.key() for item in tactic.launches(signature, rows, target)]
+        keys = [kernel.key() for kernel in kernels_of(tactic.launches(signature, rows, target))]
         if bad := [key for key in keys if key in unfit]:
             reasons.setdefault(tactic.name, unfit[bad[0]])
         else:
@@ -151,7 +181,7 @@ def fitting_tactics(
 
 def unfit_kernels(choices: CudaChoices, target: CudaTarget) -> dict[str, str]:
     """Kernels of the choice, by key, that compile for the target and cannot be launched there, and why."""
-    specs = {item.kernel.key(): item.kernel for c in choices.all() for item in c.launches}
+    specs = {kernel.key(): kernel for c in choices.all() for kernel in kernels_of(c.launches)}
     compiled = zip(specs, compile_all(list(specs.values()), target.sm), strict=True)
     reasons = {key: lacking_memory(kernel, target) for key, kernel in compiled}
     return {key: reason for key, reason in reasons.items() if reason is not None}
@@ -196,9 +226,12 @@ def plan_cuda(
         }
         for full in (False, True)
     ]
-    launches = [*fill, *(s for kind in samplings for specs, _ in kind.values() for s in specs)]
+    launches: list[Launchable] = [
+        *fill,
+        *(s for kind in samplings for specs, _ in kind.values() for s in specs),
+    ]
     launches += [s for c in chosen.all() for s in c.launches]
-    specs = [launch.kernel for launch in launches]
+    specs = kernels_of(launches)
     kernels = KernelTable(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
     ranges, decode_ranges = (
         {key: tuple(kernels.range_launches(c) for c in row) for key, row in kind.items()}
@@ -208,7 +241,7 @@ def plan_cuda(
         tuple(RangeLaunches(rows, "", size, kernels.launches(specs)) for rows, (specs, size) in kind.items())
         for kind in samplings
     )
-    filling = kernels.launches(fill)
+    filling = tuple(kernels.launch(item) for item in fill)
     ranged = (*ranges.values(), *decode_ranges.values(), sample, sample_full)
     everything = [r for row in ranged for r in row]
     table = LaunchTable(
@@ -291,18 +324,17 @@ class KernelTable:
         self.table: list[Kernel] = []
         self.cubins: dict[str, bytes] = {}
 
-    def launches(self, specs: tuple[LaunchSpec, ...]) -> tuple[Launch, ...]:
-        return tuple(self._launch(spec) for spec in specs)
+    def launches(self, specs: Sequence[Launchable]) -> tuple[Launch | Matmul, ...]:
+        return tuple(_matmul(s) if isinstance(s, MatmulSpec) else self.launch(s) for s in specs)
 
     def range_launches(self, chosen: Chosen) -> RangeLaunches:
         return RangeLaunches(
             chosen.rows, chosen.tactic.name, chosen.workspace_bytes, self.launches(chosen.launches)
         )
 
-    def _launch(self, spec: LaunchSpec) -> Launch:
+    def launch(self, spec: LaunchSpec) -> Launch:
         grid = tuple(Grid(d.per_block, d.times) for d in spec.grid)
-        args = tuple(KernelArg(a.kind, a.index, a.name, a.value) for a in spec.args)
-        return Launch(self.number(spec.kernel.key()), grid, args)
+        return Launch(self.number(spec.kernel.key()), grid, _arguments(spec))
 
     def number(self, key: str) -> int:
         if key not in self._index:
@@ -319,6 +351,8 @@ class KernelTable:
                     kernel.scratch_bytes,
                     kernel.num_scratch,
                     kernel.overlap,
+                    kernel.cluster,
+                    kernel.prefers_l1,
                 )
             )
         return self._index[key]
@@ -326,7 +360,23 @@ class KernelTable:
     def scratch_bytes(self, range_: RangeLaunches) -> int:
         """The largest scratch a launch of the range wants: per block, times its blocks."""
         return max(
-            math.prod(d.blocks(range_.max_rows) for d in launch.grid)
-            * self.table[launch.kernel].scratch_bytes
-            for launch in range_.launches
+            (
+                self.table[launch.kernel].blocks(math.prod(d.blocks(range_.max_rows) for d in launch.grid))
+                * self.table[launch.kernel].scratch_bytes
+                for launch in range_.launches
+                if isinstance(launch, Launch)
+            ),
+            default=0,
         )
+
+
+def _arguments(spec: Launchable) -> tuple[KernelArg, ...]:
+    return tuple(KernelArg(a.kind, a.index, a.name, a.value) for a in spec.args)
+
+
+def _matmul(spec: MatmulSpec) -> Matmul:
+    data, version = (spec.algorithm.data, spec.algorithm.version) if spec.algorithm else ("", 0)
+    return Matmul(
+        spec.dtype, spec.n, spec.k, spec.bias, spec.addend, _arguments(spec), spec.workspace_bytes, data,
+        version,
+    )  # fmt: skip

@@ -6,6 +6,7 @@ fused still has its `rsqrt`. The module of Hugging Face's code it stands in says
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 
 import torch
@@ -48,10 +49,16 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _selections_without_norm(graph: Graph) -> list[fx.Node]:
-    """Selections of rows that no norm reads."""
-    rows = graph.nodes(torch.ops.tapeout.select_rows.default)
-    return [n for n in rows if all(u.target is not torch.ops.tapeout.rms_norm.default for u in n.users)]
+def _late_selections(graph: Graph) -> list[fx.Node]:
+    """Selections of rows that have been normed already, and such as are no `select_rows` yet."""
+    selections = graph.nodes(torch.ops.tapeout.select_rows.default)
+    return graph.nodes(aten.index.Tensor) + [n for n in selections if _norm_behind(n.args[0])]
+
+
+def _norm_behind(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        node = node.args[0]
+    return node.target in {torch.ops.tapeout.rms_norm.default, torch.ops.tapeout.add_rms_norm.default}
 
 
 def _norms_of_linears(graph: Graph) -> list[fx.Node]:
@@ -80,7 +87,7 @@ _CANDIDATES: Mapping[str, Callable[[Graph], list[fx.Node]]] = {
     "page_attention": _calls(torch.ops.tapeout.attention.default),
     "select_logit_rows": _calls(aten.index.Tensor),
     "fuse_rope_attention": _calls(torch.ops.tapeout.rope.default),
-    "norm_selected_rows": _selections_without_norm,
+    "select_rows_early": _late_selections,
     "fuse_linear_add": _calls(aten.add.Tensor),
     "fuse_norm_linear": _norms_of_linears,
 }

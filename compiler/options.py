@@ -13,11 +13,15 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tapeout.plugins.cuda import CUBLASLT, NATIVE
 from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.plugins.sample.params import shown
 
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+#: Whose tactics: everybody's that was timed, or those of a provider (plugins/cuda.py), which then wins.
+AUTO = "auto"
+TACTICS = (AUTO, NATIVE, CUBLASLT)
 MAX_TOKENS_PER_PAGE = 512
 MAX_REQUESTS = 2**20  # far above any machine, and far below what overflows an int32 in a kernel
 MAX_TOKENS = 2**24
@@ -180,6 +184,14 @@ class BuildOptions:
         "Only tactics whose result for a row does not depend on what shares its step.",
         identity=True,
     )
+    tactics: str = _option(
+        "auto",
+        str,
+        "Whose tactics a cuda target may have: auto: all that were timed; native: our own kernels; "
+        "cublaslt: cuBLASLt for every product it was timed for.",
+        identity=True,
+        choices=TACTICS,
+    )
     verify: bool = _option(
         True, bool, "Compare the engine with Hugging Face on short prompts.", identity=True
     )
@@ -217,6 +229,11 @@ class BuildOptions:
             raise UsageError("\n".join(cross), hint=_HINT)
         if self.target.startswith("cuda:"):
             _check_cuda(self)
+
+    @property
+    def providers(self) -> frozenset[str]:
+        """Whose tactics compete on a cuda target."""
+        return frozenset({NATIVE, *(TACTICS[1:] if self.tactics == AUTO else (self.tactics,))})
 
     def effective(self) -> dict[str, Any]:
         """All options as plain data (paths as text), for printing and reports."""
@@ -265,12 +282,17 @@ def _check_cuda(options: BuildOptions) -> None:
 
 def _cross_problems(options: BuildOptions) -> list[str]:
     """Combinations that no engine can have."""
+    problems = []
+    if options.tactics == CUBLASLT and options.batch_invariant:
+        problems.append(
+            f"tactics: {CUBLASLT!r} goes against batch_invariant: its algorithms differ from bucket to bucket"
+        )
+    if options.tactics == CUBLASLT and not options.target.startswith("cuda:"):
+        problems.append(f"tactics: {CUBLASLT!r} is for cuda targets, got target {options.target!r}")
     batch, tokens = options.max_batch_size, options.max_num_tokens
     if batch is not None and tokens is not None and tokens < batch:
-        return [
-            (
-                f"max_num_tokens: {tokens} is less than max_batch_size {batch}, "
-                "expected at least one token for each request in flight"
-            )
-        ]
-    return []
+        problems.append(
+            f"max_num_tokens: {tokens} is less than max_batch_size {batch}, "
+            "expected at least one token for each request in flight"
+        )
+    return problems

@@ -26,7 +26,6 @@ from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from tapeout.compiler.passes.fuse_rope import fuse_rope
 from tapeout.compiler.passes.fuse_rope_attention import fuse_rope_attention
 from tapeout.compiler.passes.merge_qkv import merge_qkv
-from tapeout.compiler.passes.norm_selected_rows import norm_selected_rows
 from tapeout.compiler.passes.page_attention import page_attention
 from tapeout.compiler.passes.quantize_linears import quantize_linears
 from tapeout.compiler.passes.recognize_activations import recognize_activations
@@ -34,6 +33,7 @@ from tapeout.compiler.passes.recognize_attention import recognize_attention
 from tapeout.compiler.passes.recognize_linears import recognize_linears
 from tapeout.compiler.passes.recognize_routers import recognize_routers
 from tapeout.compiler.passes.select_logit_rows import select_logit_rows
+from tapeout.compiler.passes.select_rows_early import select_rows_early
 from tapeout.model_defs.facts import expected_counts
 from tapeout.plugins.errors import UnsupportedError
 
@@ -55,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_gated_mlp,
     page_attention,
     select_logit_rows,
+    select_rows_early,
 )
 
 # A kernel has a price on a GPU even where its work is small: few and large ops. What add_rms_norm
@@ -75,7 +76,7 @@ CUDA_PASSES: tuple[Pass, ...] = (
     page_attention,
     select_logit_rows,
     fuse_rope_attention,
-    norm_selected_rows,
+    select_rows_early,
     fuse_linear_add,
     fuse_norm_linear,
     fuse_add_rms_norm,
@@ -89,7 +90,7 @@ _FACT_OF_PASS = {
     "fuse_gated_mlp": "gated_mlp",
     "page_attention": "attention",
     "fuse_rope_attention": "whole_rope",
-    "norm_selected_rows": "final_norm",
+    "select_rows_early": "final_norm",
     "fuse_linear_add": "added_linear",
     "fuse_norm_linear": "normed_linear",
 }

@@ -36,6 +36,11 @@ def signatures_of(module: Module) -> dict[str, OpSignature]:
     return {s.key(): s for s in signatures}
 
 
+def order_of(module: Module) -> tuple[str, ...]:
+    """Keys of the signatures of all ops, as a step runs them."""
+    return tuple(signature_of(node, module).key() for node in module.nodes)
+
+
 def max_rows(shape: tuple[int | str, ...], limits: Limits) -> int:
     """The most rows a value or signature of this shape can have."""
     return row_limits(limits)[str(shape[0])]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # `tapeout --help` imports this module and must not load the 
     from tapeout.runtime.engine.manifest import Limits
 
 REPORT_VERSION = 1
+#: How a tactic was chosen; see `TacticTiming.chosen`.
+ALONE, IN_A_STEP, DEFAULT = "alone", "in a step", ""
 
 
 def report_path(engine: Path) -> Path:
@@ -43,6 +45,7 @@ class TacticTiming:
         rejected: tactics that could not run or gave wrong results, with the reason.
         cached: the figures come from the timing cache.
         kind: of the step, on a GPU: `mixed` or `decode` (every sequence has one row).
+        chosen: by its time `alone`, by that of a whole step (`in a step`), or "" as the default.
     """
 
     signature: str
@@ -53,6 +56,41 @@ class TacticTiming:
     rejected: Mapping[str, str] = field(default_factory=dict)
     cached: bool = False
     kind: str = "mixed"
+    chosen: str = ALONE
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """A few layers timed as a whole on a GPU, at one bucket.
+
+    Attributes:
+        kind: `mixed` or `decode`. rows: padded rows of the bucket.
+        time_us: of the fastest plan; None where the step could not be timed.
+        alone_us: of the plan of those that are fastest alone.
+        changed: ops of that plan that have another tactic in the fastest one. ops: all of them.
+        reason: why it could not be timed.
+    """
+
+    kind: str
+    rows: int
+    time_us: float | None
+    alone_us: float | None = None
+    changed: int = 0
+    ops: int = 0
+    reason: str | None = None
+
+    def text(self) -> str:
+        """A line for people."""
+        title = f"step of {self.rows} row{'' if self.rows == 1 else 's'}, {self.kind}"
+        if self.time_us is None:
+            return f"{title}: not timed: {self.reason}"
+        if not self.changed:
+            return f"{title}: {self.time_us:.1f} us with the fastest alone, which stay"
+        gain = 1 - self.time_us / self.alone_us if self.alone_us else 0.0
+        return (
+            f"{title}: {self.alone_us:.1f} us with the fastest alone, {self.time_us:.1f} us ({gain:.1%} "
+            f"less) with others for {self.changed} of {self.ops} ops"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,6 +139,7 @@ class BuildReport:
         passes: pass name to match count.
         tactics: the choice at each anchor.
         timed: False when tactics were chosen without times.
+        steps: what was timed as a whole, on a GPU.
         parity: verdict, cases, tolerance and figures of the comparison with HF.
         options: `BuildOptions.effective()`.
         warnings: what the user should know, one line each.
@@ -123,6 +162,7 @@ class BuildReport:
     parity: Mapping[str, Any]
     options: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    steps: tuple[StepTiming, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `--json` prints and the report file holds."""

@@ -11,12 +11,16 @@ max_kv, R]) and must neither write nor fail for the padding rows of a bucket.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tapeout.plugins.cpu import OpSignature
 
 MAX_KV_HEADS = 256  # that `arrivals` has room for
+#: Who makes a tactic: our own kernels, or a library that an engine needs only where it chose one.
+NATIVE, CUBLASLT = "native", "cublaslt"
+#: Arguments of a MatmulSpec, in this order; rows are elements between rows.
+MATMUL_ARGS = ("x", "x_row", "weight", "out", "out_row", "addend", "addend_row", "bias", "workspace")
 
 #: Step tensors a launch may name; all int32 on the device except kv_pool.
 STEP_TENSORS = (
@@ -75,12 +79,18 @@ class KernelSpec:
     divisible_by_16: tuple[str, ...] = ()
     #: False: every product and sum is rounded by itself, as in numpy
     fp_fusion: bool = True
+    #: blocks a program is: a cluster of them, which share their shared memory (SM 90 and above)
+    cluster: int = 1
+    #: the kernel's loads on their way lie in the first level cache, which therefore gets all it can
+    prefers_l1: bool = False
 
     def key(self) -> str:
-        """Identity of the cubin for one compiler and SM."""
+        """Identity of the kernel for one compiler and SM."""
         constants = sorted((k, repr(v)) for k, v in self.constants.items())
         parts = (self.module, self.function, self.signature, constants, self.num_warps, self.num_stages)
-        return repr((*parts, self.divisible_by_16, self.fp_fusion))
+        special = {"cluster": self.cluster} if self.cluster > 1 else {}
+        special |= {"prefers_l1": 1} if self.prefers_l1 else {}
+        return repr((*parts, self.divisible_by_16, self.fp_fusion, *special.items()))
 
 
 @dataclass(frozen=True)
@@ -120,11 +130,61 @@ class LaunchSpec:
     args: tuple[Arg, ...]
 
 
+@dataclass(frozen=True)
+class MatmulAlgorithm:
+    """How cuBLASLt is to compute a product: known only where the library and a GPU are.
+
+    Attributes:
+        data: the 64 bytes of its cublasLtMatmulAlgo_t, in hex.
+        version: of the library that chose it, as it numbers itself: 131000 is 13.10.0.
+        workspace_bytes: memory it wants.
+    """
+
+    data: str
+    version: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """A call of cuBLASLt: out [rows, n] = x [rows, k] @ weight [n, k]^T + bias [n] + addend [rows, n].
+
+    `rows` is the bucket's padded row count: the call reads and writes padding rows too, whatever x
+    holds there; no row depends on another. Sums are float32 and rounded once.
+
+    Attributes:
+        dtype: of all operands.
+        bias, addend: whether they are there; the arguments of those absent are never read.
+        args: as MATMUL_ARGS names them.
+        workspace_bytes: what the algorithm may take, until there is one.
+    """
+
+    dtype: str
+    n: int
+    k: int
+    bias: bool
+    addend: bool
+    args: tuple[Arg, ...]
+    workspace_bytes: int
+    algorithm: MatmulAlgorithm | None = None
+
+
+#: What a tactic is made of.
+Launchable = LaunchSpec | MatmulSpec
+
+
+def kernels_of(launches: Iterable[Launchable]) -> list[KernelSpec]:
+    """The kernels among the launches, in their order."""
+    return [item.kernel for item in launches if isinstance(item, LaunchSpec)]
+
+
 class CudaTactic(ABC):
     """One way to run an op on a CUDA device."""
 
     op: str
     name: str
+    #: A tactic of another provider than NATIVE needs its library, so it is never a default.
+    provider: str = NATIVE
     batch_invariant: bool = False
     #: True: right only where every sequence of the step has one row (decode-only buckets).
     decode_only: bool = False
@@ -147,5 +207,5 @@ class CudaTactic(ABC):
         return 0
 
     @abstractmethod
-    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
+    def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[Launchable, ...]:
         """The launches that run the op for a bucket padded to `rows` rows."""

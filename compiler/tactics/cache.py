@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tapeout.plugins.errors import UsageError
 
 CACHE_VERSION = 1
 _MAX_TIME_US = 1e12  # eleven days
+_HEX_64 = re.compile(r"[0-9a-f]{128}")  # 64 bytes
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,11 @@ def _checked(entries: Any) -> dict[str, dict[str, Any]]:
         raise ValueError(f"entries are {type(entries).__name__}, expected an object")
     for key, entry in entries.items():
         rows = entry.get("rows") if isinstance(entry, dict) else None
-        outcomes = rows.values() if isinstance(rows, dict) else [None]
+        outcomes: list[Any] = list(rows.values()) if isinstance(rows, dict) else [None]
         if not all(isinstance(o, dict) and all(map(_is_outcome, o.values())) for o in outcomes):
             raise ValueError(f"entry {key} does not hold timings or reasons by rows and tactic")
+        if "order" in entry and not all(map(_is_step, (s for o in outcomes for s in o.values()))):
+            raise ValueError(f"entry {key} does not hold times of steps with their winners")
         if "gpu" in entry and not _is_gpu(entry["gpu"]):
             raise ValueError(f"entry {key} does not say which GPU it is of")
     return entries
@@ -138,8 +142,31 @@ def _is_outcome(outcome: Any) -> bool:
     time, reason = outcome.get("time_us"), outcome.get("reason")
     if time is None:
         return isinstance(reason, str)
+    if not _is_algorithm(outcome.get("algorithm")):
+        return False
     # A comparison, since an integer may be larger than any float; False for NaN.
     return type(time) in (int, float) and 0 <= time < _MAX_TIME_US
+
+
+def _is_step(outcome: dict[str, Any]) -> bool:
+    """An outcome: has it what `gpu_cache.GpuTimings.put_step` gives it?"""
+    if outcome.get("time_us") is None:
+        return True
+    winners = outcome.get("winners")
+    if not isinstance(winners, dict) or not all(isinstance(w, str) for w in winners.values()):
+        return False
+    return outcome.get("alone_us") is not None and _is_outcome({"time_us": outcome["alone_us"]})
+
+
+def _is_algorithm(algorithm: Any) -> bool:
+    """None, or the fields of `plugins.cuda.MatmulAlgorithm`?"""
+    if algorithm is None:
+        return True
+    if not isinstance(algorithm, dict) or algorithm.keys() != {"data", "version", "workspace_bytes"}:
+        return False
+    version, size, data = algorithm["version"], algorithm["workspace_bytes"], algorithm["data"]
+    numbers = type(version) is int and version >= 10000 and type(size) is int and size >= 0
+    return numbers and isinstance(data, str) and _HEX_64.fullmatch(data) is not None
 
 
 def _is_gpu(gpu: Any) -> bool:

@@ -2,20 +2,27 @@
 
 An entry stands for a signature, a kind of step, the limits that shape it and a GPU; in it, by rows,
 outcomes by the digest of a tactic's kernels and launches. A changed kernel has another digest, so
-what was measured of the old one simply does not answer.
+what was measured of the old one simply does not answer. A tactic whose product a library computes
+stands there with the algorithm that was fastest and the version of the library.
+
+Of whole steps an entry stands for the order of the ops in place of a signature; in it, by rows, times
+and winners by the digest of the candidates that were compared. A cache that has none is as good as it was.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.compiler.targets import SKUS
+from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.engine.target import GpuFacts, is_model
+from tapeout.runtime.tactic_timer.plan_search import finalists, kernel_hash_of
 
 
 @dataclass(frozen=True, order=True)
@@ -35,6 +42,20 @@ class Gpu:
         return f"{self.name} (sm_{self.sm}, {self.sm_count} multiprocessors, {self.memory_gib} GiB)"
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """Microseconds of a whole step by its fastest plan and by that of the fastest alone, or why it cannot
+    run.
+
+    winners: digest of the kernels of each op's tactic in the fastest plan, by signature.
+    """
+
+    time_us: float | None
+    alone_us: float | None = None
+    winners: Mapping[str, str] = field(default_factory=dict)
+    reason: str | None = None
+
+
 class GpuTimings:
     """Outcomes of one GPU in a cache."""
 
@@ -45,7 +66,11 @@ class GpuTimings:
         """What is known of a candidate; None when it was never measured."""
         entry = self._cache.entries.get(self._key(signature, kind, conditions), {})
         found = entry.get("rows", {}).get(str(rows), {}).get(kernel_hash)
-        return None if found is None else Outcome(found.get("time_us"), found.get("reason"))
+        if found is None:
+            return None
+        stored = found.get("algorithm")
+        algorithm = None if stored is None else MatmulAlgorithm(**stored)
+        return Outcome(found.get("time_us"), found.get("reason"), algorithm)
 
     def put(
         self,
@@ -61,13 +86,65 @@ class GpuTimings:
         fresh = {"signature": signature, "kind": kind, "conditions": conditions, "gpu": asdict(self.gpu)}
         key = self._key(signature, kind, conditions)
         entry = self._cache.entries.setdefault(key, {**fresh, "rows": {}})
-        told = {"time_us": outcome.time_us} if outcome.time_us is not None else {"reason": outcome.reason}
+        told: dict[str, object] = {"reason": outcome.reason}
+        if outcome.time_us is not None:
+            told = {"time_us": outcome.time_us}
+            if outcome.algorithm is not None:
+                told["algorithm"] = asdict(outcome.algorithm)
         entry["rows"].setdefault(str(rows), {})[kernel_hash] = {"tactic": tactic, **told}
         self._cache.changed = True
 
-    def _key(self, signature: str, kind: str, conditions: str) -> str:
-        text = json.dumps([signature, kind, conditions, asdict(self.gpu)], sort_keys=True)
+    def get_step(
+        self, order: Sequence[str], kind: str, conditions: str, rows: int, plans: str
+    ) -> StepOutcome | None:
+        """What is known of a whole step; None when it was never measured.
+
+        `order`: its signatures. `plans`: digest of the candidates it was found among.
+        """
+        entry = self._cache.entries.get(self._key(list(order), kind, conditions), {})
+        found = entry.get("rows", {}).get(str(rows), {}).get(plans)
+        if found is None:
+            return None
+        return StepOutcome(
+            found.get("time_us"), found.get("alone_us"), found.get("winners", {}), found.get("reason")
+        )
+
+    def put_step(
+        self, order: Sequence[str], kind: str, conditions: str, rows: int, plans: str, outcome: StepOutcome
+    ) -> None:
+        """Record a whole step; the cache's `save` writes it."""
+        fresh = {"order": list(order), "kind": kind, "conditions": conditions, "gpu": asdict(self.gpu)}
+        key = self._key(list(order), kind, conditions)
+        entry = self._cache.entries.setdefault(key, {**fresh, "rows": {}})
+        told: dict[str, object] = {"reason": outcome.reason}
+        if outcome.time_us is not None:
+            winners = dict(outcome.winners)
+            told = {"time_us": outcome.time_us, "alone_us": outcome.alone_us, "winners": winners}
+        entry["rows"].setdefault(str(rows), {})[plans] = told
+        self._cache.changed = True
+
+    def _key(self, what: str | list[str], kind: str, conditions: str) -> str:
+        text = json.dumps([what, kind, conditions, asdict(self.gpu)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def plan_digest(times_us: Mapping[str, Mapping[str, float]], fixed: frozenset[str]) -> str:
+    """What the answer for a whole step belongs to: the finalists of every op.
+
+    Args:
+        times_us: by signature and `timed_key`, each with at least one.
+        fixed: signatures of which the fastest alone is the only one.
+    """
+    names = {k: finalists(times)[: 1 if k in fixed else None] for k, times in times_us.items()}
+    return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def changed_ops(
+    order: Sequence[str], times_us: Mapping[str, Mapping[str, float]], winners: Mapping[str, str]
+) -> int:
+    """Ops of a whole step whose winner is not the fastest alone."""
+    alone = {key: kernel_hash_of(finalists(times)[0]) for key, times in times_us.items()}
+    return sum(alone[key] != winners[key] for key in order)
 
 
 def gpus_in(cache: TimingCache, sm: int) -> list[Gpu]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from tapeout.compiler.cuda_plan import (
 from tapeout.compiler.plan import buckets, max_rows
 from tapeout.compiler.tactics.gpu_cases import conditions
 from tapeout.plugins.cpu import OpSignature
-from tapeout.plugins.cuda import CudaTactic, CudaTarget
+from tapeout.plugins.cuda import NATIVE, CudaTactic, CudaTarget, Launchable, LaunchSpec
 from tapeout.plugins.triton_aot.digest import kernel_digest, ptxas_version
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.tactic_timer.pack import DECODE, MIXED
@@ -33,6 +33,10 @@ class Contender:
     @property
     def name(self) -> str:
         return self.chosen.tactic.name
+
+    @property
+    def provider(self) -> str:
+        return self.chosen.tactic.provider
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def contests(
     limits: Limits,
     target: CudaTarget,
     unfit: Mapping[str, str] = MappingProxyType({}),
+    providers: Container[str] = frozenset({NATIVE}),
 ) -> tuple[Contest, ...]:
     """All decisions of a build, in the order of the signatures, mixed before decode, rows ascending.
 
@@ -67,10 +72,11 @@ def contests(
 
     Args:
         unfit: kernels that the target cannot run, and why; who needs one does not compete.
+        providers: whose tactics compete.
     """
     found: list[Contest] = []
     for key, signature in signatures.items():
-        usable, rejected = usable_tactics(signature, target, batch_invariant=False)
+        usable, rejected = usable_tactics(signature, target, False, providers)
         general = [t for t in usable if not t.decode_only]
         kinds = [(MIXED, general, buckets(max_rows(signature.outputs[0].shape, limits)))]
         if len(usable) > len(general):
@@ -88,7 +94,7 @@ def contests(
 
 def reference_contender(contest: Contest, target: CudaTarget) -> Contender:
     """The plain tactic others are compared with: of those for any step the first, which works everywhere."""
-    usable, _ = usable_tactics(contest.signature, target, batch_invariant=False)
+    usable, _ = usable_tactics(contest.signature, target, False, frozenset({NATIVE}))
     tactic = next(t for t in usable if not t.decode_only)
     return _contender(contest.signature, tactic, contest.rows, target)
 
@@ -108,9 +114,13 @@ def _contender(signature: OpSignature, tactic: CudaTactic, rows: int, target: Cu
         tactic.launches(signature, rows, target),
         tactic.workspace_bytes(signature, rows, target),
     )
-    launches = [
-        (kernel_digest(item.kernel), item.grid, [(a.kind, a.index, a.name, a.value) for a in item.args])
-        for item in chosen.launches
-    ]
+    launches = [_described(item) for item in chosen.launches]
     described = (target.sm, ptxas_version(target.sm), launches, chosen.workspace_bytes)
     return Contender(chosen, hashlib.sha256(repr(described).encode()).hexdigest()[:32])
+
+
+def _described(item: Launchable) -> tuple[object, ...]:
+    arguments = [(a.kind, a.index, a.name, a.value) for a in item.args]
+    if isinstance(item, LaunchSpec):
+        return kernel_digest(item.kernel), item.grid, arguments
+    return item.dtype, item.n, item.k, item.bias, item.addend, arguments

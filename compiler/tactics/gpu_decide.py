@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tapeout.compiler.cuda_plan import choose_cuda, unfit_kernels
-from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.options import AUTO, BuildOptions
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in, timings_for
 from tapeout.compiler.tactics.gpu_contests import Contest, contests
 from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
-from tapeout.compiler.tactics.gpu_select import TimedChoices, choose_timed, unanswered
+from tapeout.compiler.tactics.gpu_select import TimedChoices, Unanswered, choose_timed, unanswered
+from tapeout.compiler.tactics.gpu_steps import StepContest, step_contests
 from tapeout.compiler.tactics.gpu_timing import record
 from tapeout.compiler.targets import SKUS
 from tapeout.plugins.cpu import OpSignature
-from tapeout.plugins.cuda import CudaTarget
+from tapeout.plugins.cuda import NATIVE, CudaTarget
 from tapeout.plugins.errors import EngineIncompatibleError, UsageError
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.target import GpuFacts, is_model
@@ -34,6 +35,7 @@ class Decided:
 
 def decide(
     signatures: Mapping[str, OpSignature],
+    order: Sequence[str],
     limits: Limits,
     target: CudaTarget,
     target_name: str,
@@ -46,13 +48,18 @@ def decide(
     What the cache does not answer is timed when this machine has a GPU that the target means, and
     added to the cache; a dry run times nothing.
 
+    Args:
+        order: keys of the program's ops, as a step runs them.
+
     Raises:
         UnsupportedError: ops that no tactic can run on the target.
-        UsageError: the cache holds timings of several GPUs that the target could mean.
+        UsageError: the cache holds timings of several GPUs that the target could mean, or none of the
+            provider that `--tactics` names.
         TapeoutError: all tactics of an op are wrong on the GPU.
     """
     defaults = choose_cuda(signatures, limits, target, batch_invariant=options.batch_invariant)
-    decisions = contests(signatures, limits, target)
+    decisions = contests(signatures, limits, target, providers=options.providers)
+    steps = _steps(signatures, order, decisions, limits, options)
     here = None if options.dry_run else local_gpu(target_name, target.sm)
     try:
         timings = timings_for(cache, target_name, target.sm)
@@ -61,14 +68,21 @@ def decide(
             raise
         timings = GpuTimings(cache, Gpu.of(here))
     warnings: list[str] = []
-    open_ = unanswered(decisions, timings)
-    if open_ and here is not None:
+    open_ = unanswered(decisions, timings, _wanted(options), steps)
+    if open_.contests and here is not None:
         timings = GpuTimings(cache, Gpu.of(here))
-        open_ = unanswered(decisions, timings)
+        open_ = unanswered(decisions, timings, _wanted(options), steps)
         warnings += _time_here(open_, limits, target, target_name, cache, progress)
     unfit: dict[str, str] = {}
     while True:
-        timed = choose_timed(decisions, timings, defaults, batch_invariant=options.batch_invariant)
+        timed = choose_timed(
+            decisions,
+            timings,
+            defaults,
+            batch_invariant=options.batch_invariant,
+            preferred=_wanted(options),
+            steps=steps,
+        )
         # What was timed has run; of a default only its compiled kernels tell that it cannot.
         found = {} if options.dry_run else unfit_kernels(timed.choices, target)
         if not found:
@@ -77,23 +91,60 @@ def decide(
         defaults = choose_cuda(
             signatures, limits, target, batch_invariant=options.batch_invariant, unfit=unfit
         )
-        decisions = contests(signatures, limits, target, unfit)
+        decisions = contests(signatures, limits, target, unfit, options.providers)
+        steps = _steps(signatures, order, decisions, limits, options)
+    if (wanted := _wanted(options)) and not options.dry_run:
+        _check_wanted(wanted, timed, target_name, options)
     return Decided(timed, (*warnings, *_warnings(timed, timings, target_name, target.sm, options, cache)))
 
 
 def open_contests(
     signatures: Mapping[str, OpSignature],
+    order: Sequence[str],
     limits: Limits,
     target: CudaTarget,
     target_name: str,
+    options: BuildOptions,
     cache: TimingCache,
-) -> tuple[Contest, ...]:
-    """What a pack must hold: all decisions but those that the cache answers already.
+) -> Unanswered:
+    """What a pack must hold: all decisions but those that the cache answers already, and all of a bucket
+    whose whole step it does not answer.
 
     Raises UnsupportedError and UsageError as `decide` does.
     """
     choose_cuda(signatures, limits, target, batch_invariant=False)  # refuses what no tactic can run
-    return unanswered(contests(signatures, limits, target), timings_for(cache, target_name, target.sm))
+    decisions = contests(signatures, limits, target, providers=options.providers)
+    steps = () if _wanted(options) else step_contests(signatures, order, decisions, limits)
+    return unanswered(decisions, timings_for(cache, target_name, target.sm), _wanted(options), steps)
+
+
+def _steps(
+    signatures: Mapping[str, OpSignature],
+    order: Sequence[str],
+    decisions: Sequence[Contest],
+    limits: Limits,
+    options: BuildOptions,
+) -> tuple[StepContest, ...]:
+    """Whole steps that decide: none where tactics are asked for that need not be the fastest."""
+    if options.batch_invariant or _wanted(options):
+        return ()
+    return step_contests(signatures, order, decisions, limits)
+
+
+def _wanted(options: BuildOptions) -> str:
+    """The provider that was asked for by name; "" for none but our own kernels."""
+    return "" if options.tactics in {AUTO, NATIVE} else options.tactics
+
+
+def _check_wanted(wanted: str, timed: TimedChoices, target: str, options: BuildOptions) -> None:
+    if any(c.tactic.provider == wanted for c in timed.choices.all()):
+        return
+    where = options.timing_cache or "this machine"
+    raise UsageError(
+        f"tactics: {wanted} was asked for, and {where} has no time of its tactics for {target}",
+        hint=f"tapeout build MODEL --target {target} --tactics {wanted} --pack FILE, then tapeout time FILE "
+        "where the GPU and the library are (pip install nvidia-cublas)",
+    )
 
 
 def local_gpu(target: str, sm: int) -> GpuFacts | None:
@@ -110,7 +161,7 @@ def local_gpu(target: str, sm: int) -> GpuFacts | None:
 
 
 def _time_here(
-    decisions: Sequence[Contest],
+    open_: Unanswered,
     limits: Limits,
     target: CudaTarget,
     target_name: str,
@@ -118,9 +169,9 @@ def _time_here(
     progress: Callable[[str], None],
 ) -> list[str]:
     """Pack, time and record; returns warnings."""
-    if not decisions:
+    if not open_.contests:
         return []
-    file = make_pack(decisions, limits, target, target_name, progress)
+    file = make_pack(open_.contests, limits, target, target_name, progress, open_.steps)
     with tempfile.TemporaryDirectory(prefix="tapeout-") as folder:
         path = Path(folder) / "tactics.pack"
         write_pack(file, path)

@@ -20,14 +20,15 @@ from tapeout.compiler.tactics.gpu_cases import (
 )
 from tapeout.compiler.tactics.gpu_contests import Contender, Contest, reference_contender
 from tapeout.compiler.tactics.gpu_expected import expected
-from tapeout.plugins.cuda import CudaTarget, KernelSpec
+from tapeout.compiler.tactics.gpu_steps import StepContest, place_of
+from tapeout.plugins.cuda import CudaTarget, KernelSpec, kernels_of
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.tactic_check.tools import tool_specs
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all, compile_kernel
 from tapeout.plugins.triton_aot.digest import ptxas_version
 from tapeout.runtime.engine.launches import RangeLaunches
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.tactic_timer.pack import Candidate, Entry, Pack, Samples
+from tapeout.runtime.tactic_timer.pack import Candidate, Entry, Pack, Samples, WholeStep
 from tapeout.runtime.tactic_timer.pack_file import PackFile, encode_pack
 
 _NOTHING = RangeLaunches(0, "", 0, ())
@@ -39,10 +40,12 @@ def make_pack(
     target: CudaTarget,
     target_name: str,
     progress: Callable[[str], None] = lambda text: None,
+    steps: Sequence[StepContest] = (),
 ) -> PackFile:
     """Compile all contenders and compute what their results are compared with.
 
     Args:
+        steps: whole steps to time; all their contests are among the decisions.
         target_name: the build's target, for example `cuda:h200`.
 
     Raises:
@@ -52,7 +55,7 @@ def make_pack(
     references = [reference_contender(contest, target) for contest in decisions]
     tools = dict(tool_specs(_float_types(decisions, target)))
     contenders = [*references, *(c for contest in decisions for c in contest.contenders)]
-    specs = [item.kernel for c in contenders for item in c.chosen.launches]
+    specs = [kernel for c in contenders for kernel in kernels_of(c.chosen.launches)]
     progress(
         f"{len({s.key() for s in specs})} kernels of {sum(len(c.contenders) for c in decisions)} tactics"
     )
@@ -74,6 +77,7 @@ def make_pack(
         kernels=tuple(table.table),
         tools=indices,
         entries=tuple(entries),
+        steps=_whole_steps(steps, decisions),
     )
     return PackFile(pack, table.cubins, numbers.array())
 
@@ -132,6 +136,16 @@ def _entry(
     return replace(entry, samples=samples)
 
 
+def _whole_steps(steps: Sequence[StepContest], decisions: Sequence[Contest]) -> tuple[WholeStep, ...]:
+    numbers = {place_of(contest): number for number, contest in enumerate(decisions)}
+    made = []
+    for step in steps:
+        ops = tuple(numbers[place_of(contest)] for contest in step.contests)
+        fixed = {numbers[place_of(c)] for c in step.contests if c.key in step.fixed}
+        made.append(WholeStep(step.kind, step.conditions, step.rows, ops, tuple(sorted(fixed))))
+    return tuple(made)
+
+
 def _candidate(contender: Contender, table: KernelTable, failures: Mapping[str, str]) -> Candidate:
     reason = _failure(contender, failures)
     launches = _NOTHING if reason else table.range_launches(contender.chosen)
@@ -140,7 +154,7 @@ def _candidate(contender: Contender, table: KernelTable, failures: Mapping[str, 
 
 def _failure(contender: Contender, failures: Mapping[str, str]) -> str:
     """Why one of its kernels cannot run; "" when all can."""
-    keys = (item.kernel.key() for item in contender.chosen.launches)
+    keys = (kernel.key() for kernel in kernels_of(contender.chosen.launches))
     return next((failures[key] for key in keys if key in failures), "")
 
 

@@ -6,17 +6,19 @@ Nothing here needs torch or Triton: it runs where only the runtime is installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.files import check_output
+from tapeout.compiler.report import StepTiming
 from tapeout.compiler.tactics.cache import TimingCache
-from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings
+from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, StepOutcome, changed_ops, plan_digest
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.tactic_timer.pack import Entry, Pack
 from tapeout.runtime.tactic_timer.pack_file import read_pack
+from tapeout.runtime.tactic_timer.plan_search import timed_key
 from tapeout.runtime.tactic_timer.session import PackTimes, time_pack
 
 
@@ -27,7 +29,9 @@ class TimedPack:
     Attributes:
         gpu: where. entries, candidates: of the pack.
         timed: candidates with a time. lost: the others: entry, tactic, reason.
-        skipped: entries nothing is known of, with the reason.
+        unavailable: those of the lost that were not tried, for want of a library; no cache keeps them.
+        skipped: entries and whole steps nothing is known of, with the reason.
+        steps: whole steps that were timed, or that cannot run.
     """
 
     gpu: Gpu
@@ -35,7 +39,9 @@ class TimedPack:
     times: PackTimes
     timed: int
     lost: tuple[tuple[str, str, str], ...]
+    unavailable: tuple[tuple[str, str, str], ...]
     skipped: Mapping[str, str]
+    steps: tuple[StepTiming, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the winner and all times of every entry."""
@@ -44,10 +50,12 @@ class TimedPack:
             "target": self.pack.target,
             "candidates": self.pack.num_candidates,
             "timed": self.timed,
-            "lost": [{"entry": e, "tactic": t, "reason": r} for e, t, r in self.lost],
+            "lost": _told(self.lost),
+            "unavailable": _told(self.unavailable),
             "skipped": dict(self.skipped),
             "restarts": self.times.restarts,
             "seconds": round(self.times.seconds, 3),
+            "steps": [asdict(step) for step in self.steps],
             "entries": [self._entry(i, entry) for i, entry in enumerate(self.pack.entries)],
         }
 
@@ -100,22 +108,63 @@ def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:
     """Put what was measured into a cache (not yet its file)."""
     gpu = Gpu.of(times.gpu)
     timings = GpuTimings(cache, gpu)
-    lost, timed = [], 0
+    lost, unavailable, timed = [], [], 0
     for (index, candidate), result in times.results.items():
         entry = pack.entries[index]
-        tactic, outcome = entry.candidates[candidate], Outcome(result.time_us, result.reason)
-        timings.put(
-            entry.signature,
-            entry.kind,
-            entry.conditions,
-            entry.rows,
-            tactic.kernel_hash,
-            tactic.tactic,
-            outcome,
-        )
+        tactic = entry.candidates[candidate]
+        outcome = Outcome(result.time_us, result.reason, result.algorithm)
+        told = entry.title(), tactic.tactic, str(result.reason)
+        if result.unavailable:  # where the library is it may be fast
+            unavailable.append(told)
+        else:
+            timings.put(
+                entry.signature,
+                entry.kind,
+                entry.conditions,
+                entry.rows,
+                tactic.kernel_hash,
+                tactic.tactic,
+                outcome,
+            )
         if result.time_us is None:
-            lost.append((entry.title(), tactic.tactic, str(result.reason)))
+            lost.append(told)
         else:
             timed += 1
     skipped = {pack.entries[index].title(): why for index, why in times.skipped.items()}
-    return TimedPack(gpu, pack, times, timed, tuple(lost), skipped)
+    skipped |= {pack.steps[index].title(): why for index, why in times.skipped_steps.items()}
+    steps = tuple(_record_step(pack, index, times, timings) for index in sorted(times.steps))
+    return TimedPack(gpu, pack, times, timed, tuple(lost), tuple(unavailable), skipped, steps)
+
+
+def _record_step(pack: Pack, index: int, times: PackTimes, timings: GpuTimings) -> StepTiming:
+    """Put a whole step into the cache, under the candidates that it was found among."""
+    step, result = pack.steps[index], times.steps[index]
+    entries = {pack.entries[number].signature: number for number in step.ops}
+    keys: dict[str, dict[str, float]] = {signature: {} for signature in entries}
+    for signature, number in entries.items():
+        for place, candidate in enumerate(pack.entries[number].candidates):
+            known = times.results.get((number, place))
+            if known is not None and known.time_us is not None:
+                keys[signature][timed_key(candidate.kernel_hash, known.algorithm)] = known.time_us
+    winners = {
+        s: pack.entries[n].candidates[c].kernel_hash
+        for s, n in entries.items()
+        if (c := result.winners.get(n)) is not None
+    }
+    order = [pack.entries[number].signature for number in step.ops]
+    timings.put_step(
+        order,
+        step.kind,
+        step.conditions,
+        step.rows,
+        plan_digest(keys, frozenset(pack.entries[number].signature for number in step.fixed)),
+        StepOutcome(result.time_us, result.alone_us, winners, result.reason),
+    )
+    if result.time_us is None:
+        return StepTiming(step.kind, step.rows, None, reason=result.reason)
+    changed = changed_ops(order, keys, winners)
+    return StepTiming(step.kind, step.rows, result.time_us, result.alone_us, changed, len(order))
+
+
+def _told(lost: tuple[tuple[str, str, str], ...]) -> list[dict[str, str]]:
+    return [{"entry": e, "tactic": t, "reason": r} for e, t, r in lost]

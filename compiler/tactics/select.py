@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tapeout.compiler.plan import buckets, max_rows
-from tapeout.compiler.report import TacticTiming
+from tapeout.compiler.report import StepTiming, TacticTiming
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
 from tapeout.compiler.tactics.outcome import Outcome
@@ -32,6 +32,7 @@ class Choices:
     ranges: Mapping[str, tuple[TacticRange, ...]]
     timings: tuple[TacticTiming, ...]
     timed: bool
+    steps: tuple[StepTiming, ...] = ()
 
 
 def select_tactics(

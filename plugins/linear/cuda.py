@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import CudaTactic, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.linear.cublaslt import CublasLt
 from tapeout.plugins.linear.cuda_family import (
     MIN_DOT,
     OPERANDS,
@@ -58,6 +59,7 @@ class Gemv(LinearFamily):
             (GridDim(0, ceil_div(parts.n, self._block_n(parts))), GridDim(1), GridDim(0, tile.splits)),
             tile.warps,
             tile.stages,
+            prefers_l1=True,
         )
 
 
@@ -157,6 +159,47 @@ class Persistent(LinearFamily):
         )
 
 
+class Paired(LinearFamily):
+    """`paired`: clusters of two blocks that share the weight's tiles; SM 90."""
+
+    flop_per_us = 5.5e6
+    interpretable = False
+
+    def __init__(self, op_name: str, tile: Tile) -> None:
+        super().__init__(op_name, "pair", tile)
+
+    def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
+        if target.sm != 90:
+            return f"SM {target.sm} has no warpgroup products"
+        if reason := no_copy_engine(signature, target):
+            return reason
+        way_out = self.tile.t * self.tile.n  # half a tile, in two bytes an element
+        return self._too_large(target, way_out, 2) or super().unsupported(signature, target)
+
+    def _block_rows(self, rows: int) -> int:
+        return 2 * self.tile.t
+
+    def _product(
+        self, signature: OpSignature, parts: LinearParts, rows: int, target: CudaTarget
+    ) -> LaunchSpec:
+        tile = self.tile
+        constants = {
+            **self._constants(signature, parts), "BLOCK_M": tile.t, "GROUP_M": tile.group_m,
+            "RING": tile.stages,
+        }  # fmt: skip
+        tiles = ceil_div(rows, 2 * tile.t) * ceil_div(parts.n, self._block_n(parts))
+        names = tuple(n for n in OPERANDS if n != "partial")
+        return launch(
+            "linear.gluon_gemm:paired",
+            self._arguments(signature, parts, names, self._normed_at(parts, rows, target)),
+            constants,
+            (GridDim(0, min(target.sm_count // 2, tiles)),),
+            tile.warps,
+            1,
+            cluster=2,
+        )
+
+
 _GEMV = (
     Tile(n=4, k=1024),
     Tile(n=8, k=512),
@@ -186,18 +229,31 @@ _SKINNY = (
 )
 _PERSISTENT = (
     Tile(t=128, n=256, k=64, warps=8, stages=3),
+    Tile(t=128, n=256, k=64, warps=8, stages=3, subtiles=2),
     Tile(t=128, n=256, k=64, warps=8, stages=4, subtiles=2),
+    Tile(t=128, n=256, k=64, warps=8, stages=4, subtiles=4),
     Tile(t=128, n=128, k=64, warps=8, stages=4),
     Tile(t=64, n=256, k=64, warps=4, stages=4),
     Tile(t=64, n=128, k=64, warps=4, stages=3),  # what SM 120 has room for
     Tile(t=64, n=128, k=128, warps=4, stages=4),
     Tile(t=64, n=64, k=128, warps=4, stages=5),
 )
+_PAIRED = (
+    Tile(t=128, n=256, k=64, warps=8, stages=4),
+    Tile(t=128, n=256, k=64, warps=8, stages=4, group_m=4),
+    Tile(t=128, n=256, k=64, warps=8, stages=4, group_m=16),
+)
 _STREAM = (
     StreamPlan(32, 1, 32 << 10),
     StreamPlan(32, 2, 32 << 10, short_x=True),
     StreamPlan(32, 1, 32 << 10, splits=2),
     StreamPlan(32, 2, 16 << 10, splits=4),
+    StreamPlan(32, 1, 16 << 10, half=True),
+    StreamPlan(32, 1, 32 << 10, short_x=True, half=True),
+    StreamPlan(32, 1, 16 << 10, splits=2, half=True),
+    StreamPlan(32, 1, 8 << 10, half=True),
+    StreamPlan(32, 1, 8 << 10, splits=2, half=True),
+    StreamPlan(32, 1, 16 << 10, splits=4, half=True),
     StreamPlan(128, 1, 32 << 10),
     StreamPlan(128, 1, 16 << 10),
     StreamPlan(128, 1, 16 << 10, warps=8),
@@ -219,7 +275,9 @@ def linear_tactics(op_name: str) -> tuple[CudaTactic, ...]:
         Tiled(op_name, Tile(t=64, n=64, k=64), "bfloat16"),
         Tiled(op_name, Tile(t=128, n=128, k=64, warps=8), "bfloat16"),
         *(Persistent(op_name, tile) for tile in _PERSISTENT),
+        *(Paired(op_name, tile) for tile in _PAIRED),
         *(Stream(op_name, tile) for tile in _STREAM),
+        CublasLt(op_name),
     )
 
 

@@ -51,6 +51,7 @@ class Tile:
         text = (f"{self.t}x" if self.t > 1 else "") + f"{self.n}x{self.k}"
         text += f"_split{self.splits}" if self.splits > 1 else ""
         text += f"_sub{self.subtiles}" if self.subtiles > 1 else ""
+        text += f"_group{self.group_m}" if self.group_m != 8 else ""
         text += f"_ahead{self.ahead}" if self.ahead else ""
         return f"{text}_w{self.warps}s{self.stages}"
 

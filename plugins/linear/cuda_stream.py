@@ -35,7 +35,8 @@ class StreamPlan:
     Attributes:
         t: most rows of a block. per_sm: blocks that fill a multiprocessor. piece_bytes: of the weight, in a
             slot of the ring. short_x: x has a ring of three slots, which leaves more for the weight, but
-            then the next pieces must wait for weights asked for before them.
+            then the next pieces must wait for weights asked for before them. half: blocks leave half of
+            the shared memory free, so that those of the next launch can fill their rings meanwhile.
     """
 
     t: int
@@ -44,10 +45,12 @@ class StreamPlan:
     splits: int = 1
     warps: int = 4
     short_x: bool = False
+    half: bool = False
 
     @property
     def label(self) -> str:
         text = f"stream_{self.t}_{self.per_sm}x{self.piece_bytes >> 10}k" + ("_short" if self.short_x else "")
+        text += "_half" if self.half else ""
         return text + (f"_split{self.splits}" if self.splits > 1 else "") + f"_w{self.warps}"
 
 
@@ -119,7 +122,8 @@ class Stream(LinearFamily):
         while parts.k % block_k:
             block_k //= 2
         piece, x_piece = 2 * pair * block_n * block_k, 2 * block_t * block_k
-        room = (target.shared_bytes_per_block + 1024) // plan.per_sm - 1024 - 512
+        sharing = plan.per_sm * (2 if plan.half else 1)
+        room = (target.shared_bytes_per_block + 1024) // sharing - 1024 - 512
         most = parts.k // block_k // plan.splits
         if plan.short_x:
             x_ring = 3 if x_piece < 16384 else 2

@@ -84,6 +84,31 @@ def store_tile(
 
 
 @triton.jit
+def store_parts(
+    value, bias, residual, out_tiles, row, column, T, residual_row,
+    PARTS: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a tile in PARTS (a power of two) columns of it: the way out takes less shared memory."""
+    if PARTS == 1:
+        store_tile(
+            value, value, bias, residual, out_tiles, row, column, T, residual_row, KIND, N, BLOCK_M, BLOCK_N,
+            HAS_BIAS, "", HAS_RESIDUAL,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = halves(value, BLOCK_M, HALF)
+        store_parts(
+            left, bias, residual, out_tiles, row, column, T, residual_row, PARTS // 2, KIND, N, BLOCK_M, HALF,
+            HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+        store_parts(
+            right, bias, residual, out_tiles, row, column + HALF, T, residual_row, PARTS // 2, KIND, N,
+            BLOCK_M, HALF, HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
 def persistent(
     x, weight, bias, residual, out, counts, x_row, residual_row, out_row,
     COUNT: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -124,19 +149,8 @@ def persistent(
                 gate, up, bias, residual, out_tiles, row, column, T, residual_row, kind, N, BLOCK_M, BLOCK_N,
                 HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
             )  # fmt: skip
-        elif SUBTILES == 2:  # half the shared memory for the way out leaves room for one more stage
-            HALF: tl.constexpr = BLOCK_N // 2
-            left, right = halves(total, BLOCK_M, HALF)
-            store_tile(
-                left, left, bias, residual, out_tiles, row, column, T, residual_row, kind, N, BLOCK_M, HALF,
-                HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
-            )  # fmt: skip
-            store_tile(
-                right, right, bias, residual, out_tiles, row, column + HALF, T, residual_row, kind, N,
-                BLOCK_M, HALF, HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
-            )  # fmt: skip
         else:
-            store_tile(
-                total, total, bias, residual, out_tiles, row, column, T, residual_row, kind, N, BLOCK_M,
-                BLOCK_N, HAS_BIAS, ACTIVATION, HAS_RESIDUAL,
+            store_parts(
+                total, bias, residual, out_tiles, row, column, T, residual_row, SUBTILES, kind, N, BLOCK_M,
+                BLOCK_N, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip

@@ -61,6 +61,8 @@ class CompiledKernel:
             aligned to scratch_alignment. 0: pass a null pointer.
         arguments: types in launch order; the last `num_scratch` are SCRATCH_TYPES.
         overlap: compiled to wait for the launch ahead by itself (see OVERLAP).
+        cluster: blocks a program is.
+        prefers_l1: see `KernelSpec`.
     """
 
     cubin: bytes
@@ -73,6 +75,8 @@ class CompiledKernel:
     arguments: tuple[str, ...]
     num_scratch: int = len(SCRATCH_TYPES)
     overlap: bool = False
+    cluster: int = 1
+    prefers_l1: bool = False
 
 
 def compile_kernel(spec: KernelSpec, sm: int) -> CompiledKernel:
@@ -153,6 +157,8 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(function, signature, constants, attrs)
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
+    if spec.cluster > 1:
+        options["num_ctas"] = spec.cluster
     try:
         with _private_triton_cache():
             built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
@@ -176,6 +182,8 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
         _resources(cubin, meta.name),
         (*(kind for _, kind in spec.signature), *SCRATCH_TYPES),
         overlap=overlap,
+        cluster=spec.cluster,
+        prefers_l1=spec.prefers_l1,
     )
 
 

@@ -61,8 +61,11 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     fp_fusion: bool = True,
+    *,
+    cluster: int = 1,
+    prefers_l1: bool = False,
 ) -> LaunchSpec:
-    """A launch of `kernel`, "module:function" below `tapeout.plugins`."""
+    """A launch of `kernel`, "module:function" below `tapeout.plugins`; the grid counts programs."""
     module, _, function = kernel.partition(":")
     spec = KernelSpec(
         f"tapeout.plugins.{module}",
@@ -73,6 +76,8 @@ def launch(
         num_stages,
         tuple(a.name for a in arguments if _is_divisible_by_16(a.source)),
         fp_fusion,
+        cluster,
+        prefers_l1,
     )
     x, y, z = (*grid, ONE, ONE)[:3]
     return LaunchSpec(spec, (x, y, z), tuple(a.source for a in arguments))

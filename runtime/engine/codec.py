@@ -75,13 +75,14 @@ def _value(hint: Any, data: Any, where: str) -> Any:
 
 
 def _union(members: tuple[Any, ...], data: Any, where: str) -> Any:
-    """Members are scalars and at most one dataclass."""
+    """Members are scalars and dataclasses, which are told apart by their fields."""
     for member in members:
         if type(data) is member:
             return data
-    compound = [m for m in members if dataclasses.is_dataclass(m)]
+    compound: list[Any] = [m for m in members if dataclasses.is_dataclass(m)]
     if compound and isinstance(data, Mapping):
-        return _value(compound[0], data, where)
+        known = (m for m in compound if _hints(m).keys() == data.keys())
+        return _value(next(known, compound[0]), data, where)
     raise _bad(where, " or ".join(m.__name__ for m in members), data)
 
 

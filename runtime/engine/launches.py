@@ -29,6 +29,8 @@ class Kernel:
         scratch_pointers: trailing pointer parameters beyond `args` (the first gets the scratch).
         overlap: its blocks may start before the launch ahead of it has ended (programmatic dependent
             launch): it waits by itself before it touches what other launches write or read.
+        cluster: blocks a program of the grid is, which run side by side and reach each other's memory.
+        prefers_l1: shared memory and the first level cache share their place; it wants the cache.
     """
 
     blob: str
@@ -38,6 +40,12 @@ class Kernel:
     scratch_bytes: int
     scratch_pointers: int
     overlap: bool
+    cluster: int = 1
+    prefers_l1: bool = False
+
+    def blocks(self, programs: int) -> int:
+        """Blocks of a grid of so many programs."""
+        return programs * self.cluster
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class KernelArg:
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks in one dimension: ceil(rows / per_block) * times; `per_block` 0: `times`."""
+    """Programs in one dimension: ceil(rows / per_block) * times; `per_block` 0: `times`."""
 
     per_block: int
     times: int
@@ -71,13 +79,36 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """A product by cuBLASLt among the launches: see `tapeout.plugins.cuda.MatmulSpec`.
+
+    Attributes:
+        args: as `tapeout.plugins.cuda.MATMUL_ARGS` names them.
+        workspace_bytes: what the algorithm takes; in a pack what it may take.
+        algorithm: its 64 bytes in hex; "" in a pack, where it is to be found.
+        version: of the library that chose it (131000: 13.10.0); 0 in a pack. Another major version is
+            another library.
+    """
+
+    dtype: str
+    n: int
+    k: int
+    bias: bool
+    addend: bool
+    args: tuple[KernelArg, ...]
+    workspace_bytes: int
+    algorithm: str
+    version: int
+
+
+@dataclass(frozen=True)
 class RangeLaunches:
     """What runs for row counts up to `max_rows`; `tactic` names it ("" for sampling)."""
 
     max_rows: int
     tactic: str
     workspace_bytes: int
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | Matmul, ...]
 
 
 @dataclass(frozen=True)
@@ -114,6 +145,14 @@ class LaunchTable:
         """Every range: of records, of those in decode-only steps, of sampling."""
         keyed = (*self.ranges.values(), *self.decode_ranges.values())
         return tuple(r for row in (*keyed, self.sample, self.sample_full) for r in row)
+
+    def everything(self) -> tuple[Launch | Matmul, ...]:
+        """All launches of all ranges."""
+        return (*self.fill, *(item for r in self.all_ranges() for item in r.launches))
+
+    def matmul_versions(self) -> tuple[int, ...]:
+        """Versions of cuBLASLt that its products are for, ascending; empty: the library is not needed."""
+        return tuple(sorted({item.version for item in self.everything() if isinstance(item, Matmul)}))
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = encode(self)

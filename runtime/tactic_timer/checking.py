@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 
+from tapeout.plugins.cuda import MatmulAlgorithm
+from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine.container import DTYPES
+from tapeout.runtime.engine.launches import Matmul
+from tapeout.runtime.executors.cuda.cublaslt import version_text
 from tapeout.runtime.tactic_timer.device import Graph, Memory, fill_words
 from tapeout.runtime.tactic_timer.operands import Matrix, Operands, Shared
 from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Candidate, Entry, Samples
 
+_ALGORITHMS = 8  # of a product that are checked and timed: the library ranks them, roughly
 _SLOTS = 4  # of a comparison's result: beyond tolerance, outside, largest error, NaN
 
 
@@ -51,9 +57,22 @@ class Checker:
             return f"the KV cache differs from the reference's in {count} elements"
         return None
 
+    def variants(self, candidate: Candidate) -> list[tuple[Candidate, MatmulAlgorithm | None]]:
+        """The candidate, or where it has a product that wants an algorithm one for each that the library
+        offers. Raises TapeoutError where the library has none or is not there."""
+        launches = candidate.launches.launches
+        products = [item for item in launches if isinstance(item, Matmul) and not item.algorithm]
+        if not products:
+            return [(candidate, None)]
+        library = self._shared.products.library()
+        found = library.algorithms(self._operands.call(products[0], self._got, 0), _ALGORITHMS)
+        if not found:
+            raise TapeoutError(f"cuBLASLt {version_text(library.version)} has no algorithm for it")
+        return [(with_algorithm(candidate, algorithm), algorithm) for algorithm in found]
+
     def _run(self, candidate: Candidate, outputs: Sequence[Matrix], pool: int) -> None:
-        for item in candidate.launches.launches:
-            self._shared.kernels.load(item.kernel)
+        self._shared.kernels.load_all(candidate.launches.launches)
+        self._operands.warm_up(candidate.launches, outputs)  # kernels of a library
         self._operands.poison(outputs)
 
         def launches() -> None:
@@ -62,6 +81,9 @@ class Checker:
         with closing(Graph(self._shared.stream, launches)) as graph:  # as engines run it
             graph.replay()
             self._shared.stream.wait()
+        items = candidate.launches.launches
+        if any(isinstance(i, Matmul) and a.kind == "output" for i in items for a in i.args):
+            self._operands.poison_padding(outputs)
 
     def _compare(self, got: Sequence[Matrix]) -> np.ndarray:
         """Int32 [outputs, 4] against the reference's: see the kernel `compare`."""
@@ -164,3 +186,19 @@ class Checker:
             raw = self._memory.download(at, (count,), np.dtype(np.uint16))
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return self._memory.download(at, (count,), np.dtype(dtype)).astype(np.float32)
+
+
+def with_algorithm(candidate: Candidate, algorithm: MatmulAlgorithm) -> Candidate:
+    """The candidate with the algorithm in its product."""
+    launches = tuple(
+        replace(
+            item,
+            algorithm=algorithm.data,
+            version=algorithm.version,
+            workspace_bytes=algorithm.workspace_bytes,
+        )
+        if isinstance(item, Matmul)
+        else item
+        for item in candidate.launches.launches
+    )
+    return replace(candidate, launches=replace(candidate.launches, launches=launches))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from types import TracebackType
 
 import numpy as np
 from cuda.bindings import driver as cu
 
-from tapeout.runtime.engine.launches import Kernel
+from tapeout.runtime.engine.launches import Kernel, Launch, Matmul
+from tapeout.runtime.executors.cuda.cublaslt import CublasLt, find_library
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
 
 #: Of the global scratch that Triton's kernels ask for, as in engines.
@@ -130,9 +131,10 @@ class Kernels:
         self._table, self._cubins, self._stream = table, cubins, stream
         self._functions: dict[int, Function] = {}
 
-    def scratch_bytes(self, index: int, blocks: int) -> int:
-        """Global scratch that a launch of so many blocks wants."""
-        return self._table[index].scratch_bytes * blocks
+    def scratch_bytes(self, index: int, programs: int) -> int:
+        """Global scratch that a launch of so many programs wants."""
+        kernel = self._table[index]
+        return kernel.scratch_bytes * kernel.blocks(programs)
 
     def launch(
         self,
@@ -143,23 +145,49 @@ class Kernels:
         scratch: int = 0,
     ) -> None:
         """Queue a launch; `values` are the kernel's own arguments."""
+        self.load(index)
         kernel = self._table[index]
-        if index not in self._functions:
-            cubin = self._cubins(kernel.blob)
-            self._functions[index] = Function(cubin, kernel.symbol, kernel.shared_bytes)
         pointers = [scratch if i == 0 and kernel.scratch_bytes else 0 for i in range(kernel.scratch_pointers)]
         launch(
             self._functions[index], grid, kernel.threads, kernel.shared_bytes, self._stream,
             [*values, *pointers], [*types, *(ctypes.c_void_p for _ in pointers)], overlap=kernel.overlap,
+            cluster=kernel.cluster,
         )  # fmt: skip
 
     def load(self, index: int) -> None:
         """Load a kernel now: loading is not allowed while a stream is captured."""
         if index not in self._functions:
             kernel = self._table[index]
-            self._functions[index] = Function(self._cubins(kernel.blob), kernel.symbol, kernel.shared_bytes)
+            cubin = self._cubins(kernel.blob)
+            self._functions[index] = Function(
+                cubin, kernel.symbol, kernel.shared_bytes, prefers_l1=kernel.prefers_l1
+            )
+
+    def load_all(self, launches: Iterable[Launch | Matmul]) -> None:
+        """Load the kernels of launches now."""
+        for item in launches:
+            if isinstance(item, Launch):
+                self.load(item.kernel)
 
     def close(self) -> None:
         for function in self._functions.values():
             function.close()
         self._functions.clear()
+
+
+class Products:
+    """The library of products, loaded when first needed."""
+
+    def __init__(self) -> None:
+        self._library: CublasLt | None = None
+
+    def library(self) -> CublasLt:
+        """Raises EngineIncompatibleError where it is not found or does not start, CapacityError."""
+        if self._library is None:
+            self._library = CublasLt(find_library())
+        return self._library
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._library.close()
+            self._library = None

@@ -11,9 +11,10 @@ import numpy as np
 
 from tapeout.plugins.errors import EngineCorruptError
 from tapeout.runtime.engine.container import DTYPES
-from tapeout.runtime.engine.launches import KernelArg, RangeLaunches
+from tapeout.runtime.engine.launches import KernelArg, Launch, Matmul, RangeLaunches
+from tapeout.runtime.executors.cuda.cublaslt import Call
 from tapeout.runtime.executors.cuda.driver import Stream
-from tapeout.runtime.tactic_timer.device import SCRATCH_ALIGNMENT, Kernels, Memory, fill_words
+from tapeout.runtime.tactic_timer.device import SCRATCH_ALIGNMENT, Kernels, Memory, Products, fill_words
 from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Entry, Operand, StepCase
 from tapeout.runtime.tactic_timer.steps import ONE_PAGE, STALE, num_pages, step_tensors, used_tokens
 from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
@@ -49,12 +50,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Shared:
-    """What a timing process has once: kernels, stream, and numbers of the pack."""
+    """What a timing process has once: kernels, the library of products, stream, numbers of the pack."""
 
     kernels: Kernels
     tools: ToolKernels
     stream: Stream
     numbers: np.ndarray
+    products: Products
 
 
 class Operands:
@@ -135,12 +137,35 @@ class Operands:
     ) -> None:
         """Queue a tactic's launches over one set of weights and one layer of a pool."""
         for item in launches.launches:
+            if isinstance(item, Matmul):
+                call = self.call(item, outputs, copy)
+                self._shared.products.library().matmul(call, item.algorithm, self._shared.stream)
+                continue
             pairs = [self._argument(a, outputs, pool, copy, layer) for a in item.args]
             x, y, z = (dim.blocks(self.entry.rows) for dim in item.grid)
             self._shared.kernels.launch(
                 item.kernel, (x, y, z), [value for value, _ in pairs], [type_ for _, type_ in pairs],
                 self._workspace + self._workspace_bytes,
             )  # fmt: skip
+
+    def warm_up(self, launches: RangeLaunches, outputs: Sequence[Matrix]) -> None:
+        """Run products once, that the library loads its kernels outside a capture; results are garbage."""
+        for item in launches.launches:
+            if isinstance(item, Matmul):
+                call = self.call(item, outputs, 0)
+                self._shared.products.library().matmul(call, item.algorithm, self._shared.stream)
+
+    def call(self, item: Matmul, outputs: Sequence[Matrix], copy: int) -> Call:
+        """A product over one set of weights, with its addresses."""
+        return Call.of(item, self.entry.rows, lambda arg: self._argument(arg, outputs, 0, copy, 0)[0])
+
+    def poison_padding(self, outputs: Sequence[Matrix]) -> None:
+        """Fill the padding rows of results with NaN: a product may write them, as an arena has them."""
+        for matrix in outputs:
+            row, item = matrix.row_stride * _item(matrix.dtype), _item(matrix.dtype)
+            for index in range(matrix.real, matrix.padded):
+                start = matrix.address + index * row
+                fill_words(start, POISON, matrix.columns * item, self._shared.stream)
 
     # ---- making operands --------------------------------------------------------------------
 
@@ -244,10 +269,14 @@ class Operands:
 
     def _scratch_bytes(self, launches: RangeLaunches) -> int:
         return max(
-            self._shared.kernels.scratch_bytes(
-                item.kernel, math.prod(dim.blocks(self.entry.rows) for dim in item.grid)
-            )
-            for item in launches.launches
+            (
+                self._shared.kernels.scratch_bytes(
+                    item.kernel, math.prod(dim.blocks(self.entry.rows) for dim in item.grid)
+                )
+                for item in launches.launches
+                if isinstance(item, Launch)
+            ),
+            default=0,
         )
 
 

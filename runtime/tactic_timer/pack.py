@@ -14,7 +14,7 @@ from tapeout.runtime.engine.codec import decode, encode
 from tapeout.runtime.engine.launches import Kernel, RangeLaunches
 
 #: Raised when the meaning of a pack changes; another version's pack is refused.
-PACK_VERSION = 1
+PACK_VERSION = 3
 MIXED, DECODE = "mixed", "decode"
 #: The layer of the KV pool that checks run on: not the first, so that ignoring `layer` shows.
 CHECKED_LAYER = 1
@@ -150,6 +150,28 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class WholeStep:
+    """A few layers of the model at one bucket: its ops are timed among each other, too.
+
+    Attributes:
+        kind: `mixed` or `decode`. conditions: limits of the engine that shape it.
+        rows: padded rows of the bucket, in T.
+        ops: the entry of each op, in the order in which a step runs them.
+        fixed: entries among them that keep the tactic which is fastest alone: other steps decide them.
+    """
+
+    kind: str
+    conditions: str
+    rows: int
+    ops: tuple[int, ...]
+    fixed: tuple[int, ...]
+
+    def title(self) -> str:
+        """For people."""
+        return f"the whole step at T = {self.rows}, {self.kind}"
+
+
+@dataclass(frozen=True)
 class Pack:
     """Everything to time for one model and target.
 
@@ -158,6 +180,7 @@ class Pack:
         cuda: CUDA version of the assembler that made the cubins, for example "13.4".
         kernels: all kernels; `blob` names the cubin.
         tools: kernels that fill and compare, by name (see plugins/tactic_check/tools.py).
+        steps: what is timed as a whole when all entries have been timed by themselves.
     """
 
     target: str
@@ -167,6 +190,7 @@ class Pack:
     kernels: tuple[Kernel, ...]
     tools: Mapping[str, int]
     entries: tuple[Entry, ...]
+    steps: tuple[WholeStep, ...]
 
     @property
     def num_candidates(self) -> int:

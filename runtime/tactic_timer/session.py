@@ -1,7 +1,8 @@
 """Time a whole pack: starts the worker process, reads what it tells, and outlives its faults.
 
 A candidate that crashes, breaks the context or hangs costs itself: the worker is started again and
-goes on with the entry it was at, without that candidate.
+goes on with the entry it was at, without that candidate. One that does so in a whole step costs that
+step; times that were told stay.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from tapeout.plugins import errors
+from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.tactic_timer.pack import Pack
@@ -36,9 +38,28 @@ _STDERR_BYTES = 2000
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds a call of a candidate, or why it may not be used."""
+    """Microseconds a call of a candidate, or why it may not be used.
+
+    algorithm: what its product was timed with. unavailable: it was not tried, for want of a library.
+    """
 
     time_us: float | None
+    reason: str | None = None
+    algorithm: MatmulAlgorithm | None = None
+    unavailable: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Microseconds of a whole step by its fastest plan and by that of the fastest alone, or why it cannot
+    run.
+
+    winners: entry to candidate of the fastest plan.
+    """
+
+    time_us: float | None
+    alone_us: float | None = None
+    winners: Mapping[int, int] = field(default_factory=dict)
     reason: str | None = None
 
 
@@ -50,6 +71,7 @@ class PackTimes:
         gpu: where.
         results: entry and candidate index to result; absent where an entry was skipped.
         skipped: entry index to why nothing was measured, for example too little memory.
+        steps, skipped_steps: the same of whole steps, by their index.
         restarts: how often the worker was started again.
         seconds: all of it took.
     """
@@ -57,6 +79,8 @@ class PackTimes:
     gpu: GpuFacts
     results: dict[tuple[int, int], Result] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    skipped_steps: dict[int, str] = field(default_factory=dict)
     restarts: int = 0
     seconds: float = 0.0
 
@@ -70,7 +94,7 @@ def time_pack(
     worker: Sequence[str] = WORKER,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> PackTimes:
-    """Check and time every candidate of the pack at `path` on a GPU of this machine.
+    """Check and time every candidate of the pack at `path` on a GPU of this machine, then its whole steps.
 
     Args:
         device: number of the GPU. progress: told what is under way.
@@ -102,19 +126,26 @@ class _Session:
         self._command, self._timeout_s = list(worker), step_timeout_s
         self._times: PackTimes | None = None
         self._left = list(range(len(pack.entries)))
+        self._steps_left = list(range(len(pack.steps)))
         self._lost: dict[int, dict[int, str]] = {}
-        self._at: tuple[int, int, str] | None = None  # entry, candidate, phase under way
+        self._at: Mapping[str, Any] | None = None  # the message that announced what is under way
 
     def run(self) -> PackTimes:
-        while self._left or self._times is None:
-            before = len(self._left), sum(map(len, self._lost.values()))
+        while self._unfinished() or self._times is None:
+            before = self._progress_made()
             self._run_worker()
             assert self._times is not None
-            if self._left:
+            if self._unfinished():
                 self._times.restarts += 1
-                if before == (len(self._left), sum(map(len, self._lost.values()))):
+                if before == self._progress_made():
                     raise TapeoutError(f"the timing process ends without getting on: {self._doing()}")
         return self._times
+
+    def _unfinished(self) -> bool:
+        return bool(self._left or self._steps_left)
+
+    def _progress_made(self) -> tuple[int, int, int]:
+        return len(self._left), len(self._steps_left), sum(map(len, self._lost.values()))
 
     def _run_worker(self) -> None:
         """One life of the worker; afterwards what it was at is done, or lost."""
@@ -124,6 +155,8 @@ class _Session:
             "device": self._device,
             "entries": self._left,
             "lost": self._lost,
+            "steps": self._steps_left,
+            "known": self._known(),
         }
         with tempfile.TemporaryFile() as stderr, _Process(self._command, job, stderr) as process:
             while True:
@@ -134,7 +167,7 @@ class _Session:
                     self._lose(f"no answer within {timeout:g} s while {self._doing()}")
                     return
                 if message is None:
-                    if self._left:
+                    if self._unfinished():
                         self._lose(f"the process ended with {process.end()} while {self._doing()}", stderr)
                     return
                 if not self._take(message):
@@ -149,49 +182,101 @@ class _Session:
             kind = getattr(errors, str(message["kind"]), TapeoutError)
             raise kind(message["message"], hint=message["hint"])
         elif event == "begin":
-            self._at = message["entry"], message["candidate"], message["phase"]
-            if self._at[1] < 0 and self._at[2] == "reference":
-                done = len(self._pack.entries) - len(self._left)
-                title = self._pack.entries[self._at[0]].title()
-                self._progress(f"{done + 1} of {len(self._pack.entries)}: {title}")
+            self._at = message
+            self._tell_progress(message)
         elif event == "outcome":
-            self._note(message["entry"], message["candidate"], message.get("time_us"), message.get("reason"))
+            algorithm = message.get("algorithm")
+            result = Result(
+                message.get("time_us"),
+                message.get("reason"),
+                None if algorithm is None else MatmulAlgorithm(**algorithm),
+                bool(message.get("unavailable")),
+            )
+            self._times_so_far().results[message["entry"], message["candidate"]] = result
         elif event == "entry":
             if message["skipped"] is not None:
                 self._times_so_far().skipped[message["entry"]] = message["skipped"]
             self._left.remove(message["entry"])
+            self._at = None
+        elif event == "step":
+            self._take_step(message)
+            self._steps_left.remove(message["step"])
             self._at = None
         elif event == "fault":
             self._lose(f"{message['reason']} while {self._doing()}")
             return False
         return True
 
-    def _note(self, entry: int, candidate: int, time_us: float | None, reason: str | None) -> None:
-        self._times_so_far().results[entry, candidate] = Result(time_us, reason)
-
     def _lose(self, reason: str, stderr: IO[bytes] | None = None) -> None:
-        """What was under way is lost: a candidate, or all of an entry when its reference was running."""
+        """What was under way is lost: a candidate, all of an entry when its reference was running, a step."""
         if self._times is None or self._at is None:
             raise TapeoutError(
                 f"the timing process failed before it measured anything: {reason}{_tail(stderr)}",
                 hint="nvidia-smi shows whether the GPU and its driver work",
             )
-        entry, candidate, _ = self._at
+        self._progress(f"lost: {reason}")
+        if "step" in self._at:
+            self._times.steps[self._at["step"]] = StepResult(None, reason=reason)
+            self._steps_left.remove(self._at["step"])
+            return
+        entry, candidate = self._at["entry"], self._at["candidate"]
         lost = self._lost.setdefault(entry, {})
         everything = range(len(self._pack.entries[entry].candidates))
         for index in (candidate,) if candidate >= 0 else everything:
             if index not in lost and (candidate >= 0 or (entry, index) not in self._times.results):
                 lost[index] = reason
-                self._note(entry, index, None, reason)
+                self._times.results[entry, index] = Result(None, reason)
         if candidate < 0:
             self._left.remove(entry)
-        self._progress(f"lost: {reason}")
+
+    def _take_step(self, message: Mapping[str, Any]) -> None:
+        index, times = message["step"], self._times_so_far()
+        if message.get("skipped") is not None:
+            times.skipped_steps[index] = message["skipped"]
+            return
+        times.steps[index] = StepResult(
+            message.get("time_us"),
+            message.get("alone_us"),
+            dict(message.get("winners", ())),
+            message.get("reason"),
+        )
+
+    def _known(self) -> dict[int, dict[int, dict[str, Any]]]:
+        """Times that a later worker needs for whole steps, of entries that are done."""
+        known: dict[int, dict[int, dict[str, Any]]] = {}
+        for (entry, candidate), result in self._times.results.items() if self._times else ():
+            if result.time_us is not None and entry not in self._left:
+                algorithm = result.algorithm and asdict(result.algorithm)
+                told = {"time_us": result.time_us, "algorithm": algorithm}
+                known.setdefault(entry, {})[candidate] = told
+        return known
+
+    def _tell_progress(self, begun: Mapping[str, Any]) -> None:
+        """Of an entry when its reference runs, of a whole step when its operands are made."""
+        if "step" in begun and begun["phase"] == "operands":
+            count, left, title = (
+                len(self._pack.steps),
+                self._steps_left,
+                self._pack.steps[begun["step"]].title(),
+            )
+        elif "step" not in begun and begun["candidate"] < 0 and begun["phase"] == "reference":
+            count, left, title = (
+                len(self._pack.entries),
+                self._left,
+                self._pack.entries[begun["entry"]].title(),
+            )
+        else:
+            return
+        self._progress(f"{count - len(left) + 1} of {count}: {title}")
 
     def _doing(self) -> str:
         if self._at is None:
             return "starting"
-        entry, candidate, phase = self._at
-        tactics = self._pack.entries[entry].candidates
+        if "step" in self._at:
+            doing = "timing" if self._at["phase"] == "time" else "preparing"
+            return f"{doing} {self._pack.steps[self._at['step']].title()}"
+        candidate, phase = self._at["candidate"], self._at["phase"]
+        tactics = self._pack.entries[self._at["entry"]].candidates
         return {"check": "checking ", "time": "timing "}.get(phase, "preparing ") + (
             tactics[candidate].tactic if candidate >= 0 else f"the {phase}"
         )

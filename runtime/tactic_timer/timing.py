@@ -40,8 +40,8 @@ class Timer:
         A candidate whose first replay takes many times `best_us` a call has lost and is not timed
         further.
         """
-        for item in candidate.launches.launches:
-            self._shared.kernels.load(item.kernel)
+        self._shared.kernels.load_all(candidate.launches.launches)
+        self._operands.warm_up(candidate.launches, self._outputs)  # kernels of a library
         calls = max(_FIRST_CALLS, self._copies)
         with closing(self._graph(candidate, calls)) as graph:
             self._replays_us(graph, 1)  # instructions and descriptors reach the device
@@ -58,8 +58,7 @@ class Timer:
 
     def warm_up(self, candidate: Candidate, duration_us: float) -> None:
         """Keep the GPU busy for about so long: one that idled clocks low at first."""
-        for item in candidate.launches.launches:
-            self._shared.kernels.load(item.kernel)
+        self._shared.kernels.load_all(candidate.launches.launches)
         with closing(self._graph(candidate, self._copies)) as graph:
             spent = 0.0
             while spent < duration_us:

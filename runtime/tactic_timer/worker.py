@@ -6,7 +6,11 @@ announced first, so that whoever reads knows which candidate a crash or a hang b
     {"event": "ready", "gpu": {...}}                     the pack is read, the GPU is open
     {"event": "begin", "entry": e, "candidate": c, "phase": p}   c is -1 while operands and reference run
     {"event": "outcome", "entry": e, "candidate": c, "time_us": t | "reason": r}
+        with "algorithm": {...} where a library computed its product, "unavailable": true where there is none
     {"event": "entry", "entry": e, "skipped": why | null}    all outcomes of the entry were told
+    {"event": "begin", "step": s, "phase": p}            the same for a whole step, when all entries are done
+    {"event": "step", "step": s, "time_us": t, "alone_us": a, "winners": [[e, c], ...]}
+        or with "reason": r where it cannot run, "skipped": why where nothing was found out
     {"event": "fault", "reason": r}                      the context is lost; the process ends
     {"event": "error", "kind": class, "message": m, "hint": h}   nothing can be timed here
 """
@@ -16,24 +20,30 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError
+from tapeout.runtime.engine.launches import Matmul
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.executors.cuda.driver import Device, Stream, open_device
-from tapeout.runtime.tactic_timer.checking import Checker
-from tapeout.runtime.tactic_timer.device import Kernels, Memory, is_alive, l2_bytes
+from tapeout.runtime.tactic_timer.checking import Checker, with_algorithm
+from tapeout.runtime.tactic_timer.device import Kernels, Memory, Products, is_alive, l2_bytes
 from tapeout.runtime.tactic_timer.operands import Shared
-from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.tactic_timer.pack import Candidate, Pack
 from tapeout.runtime.tactic_timer.pack_file import PackFile, read_pack
+from tapeout.runtime.tactic_timer.plan_search import Found, Plan, fastest_plan, finalists, timed_key
 from tapeout.runtime.tactic_timer.timing import Timer
 from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
+from tapeout.runtime.tactic_timer.whole_step import StepTimer
 
 Send = Callable[[dict[str, Any]], None]
+#: A candidate, and the algorithm of its product where it has one.
+Variant = tuple[Candidate, MatmulAlgorithm | None]
 
 _WARM_UP_US = 100_000.0
 
@@ -46,8 +56,29 @@ class ContextLost(Exception):
         self.reason = reason
 
 
+class _Unknown(Exception):
+    """A step cannot be timed, because nothing is known of one of its ops."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A candidate's time alone, with the algorithm it was timed with."""
+
+    candidate: Candidate
+    time_us: float
+    key: str
+
+    @classmethod
+    def of(cls, candidate: Candidate, time_us: float, algorithm: MatmulAlgorithm | None) -> Timed:
+        key = timed_key(candidate.kernel_hash, algorithm)
+        return cls(candidate if algorithm is None else with_algorithm(candidate, algorithm), time_us, key)
+
+
 class Worker:
-    """Checks and times entries of a pack on one GPU."""
+    """Checks and times entries of a pack on one GPU, then whole steps.
+
+    `known` holds by entry and candidate what was timed.
+    """
 
     def __init__(self, file: PackFile, device: Device, l2: int, send: Send) -> None:
         self._pack, self._send, self._l2 = file.pack, send, l2
@@ -58,9 +89,11 @@ class Worker:
                 closing(Kernels(file.pack.kernels, file.cubins.__getitem__, stream))
             )
             tools = ToolKernels(kernels, file.pack.tools)
-            self._shared = Shared(kernels, tools, stream, file.numbers)
+            products = stack.enter_context(closing(Products()))
+            self._shared = Shared(kernels, tools, stream, file.numbers, products)
             self._resources = stack.pop_all()
         self._warm = False
+        self.known: dict[int, dict[int, Timed]] = {}
 
     def run(self, index: int, lost: Mapping[int, str]) -> None:
         """Tell the outcome of every candidate of an entry that is not `lost` already.
@@ -81,31 +114,106 @@ class Worker:
                 self._tell(index, candidate, reason=f"not judged: {error.message}")
         self._send({"event": "entry", "entry": index, "skipped": skipped})
 
+    def run_step(self, index: int) -> None:
+        """Tell the fastest plan of a whole step. Raises ContextLost when a kernel broke the context."""
+        told: dict[str, Any] = {}
+        try:
+            with Memory(self._shared.stream) as memory:
+                found = self._search(index, memory)
+            winners = sorted(found.plan.items())
+            told = {"time_us": found.time_us, "alone_us": found.alone_us, "winners": winners}
+        except CapacityError as error:
+            told = {"skipped": error.message}
+        except _Unknown as error:
+            told = {"skipped": str(error)}
+        except TapeoutError as error:
+            told = {"reason": error.message}
+        self._send({"event": "step", "step": index, **told})
+
     def close(self) -> None:
         self._resources.close()
 
-    def _correct(self, index: int, untold: set[int]) -> list[int]:
-        """Those whose results are right; tells the reasons of the others."""
-        entry, correct = self._pack.entries[index], []
+    def _search(self, index: int, memory: Memory) -> Found:
+        step = self._pack.steps[index]
+        rivals, candidates, shares = {}, {}, {}
+        for entry in sorted(set(step.ops)):
+            known = self.known.get(entry)
+            if not known:
+                raise _Unknown(f"no candidate has a time of {self._pack.entries[entry].title()}")
+            numbers = {timed.key: number for number, timed in known.items()}
+            best = [numbers[key] for key in finalists({t.key: t.time_us for t in known.values()})]
+            rivals[entry] = best[: 1 if entry in step.fixed else None]
+            candidates[entry] = {number: known[number].candidate for number in rivals[entry]}
+            shares[entry] = known[best[0]].time_us * step.ops.count(entry)
+        with self._announced(step=index, phase="operands"):
+            timer = StepTimer(self._pack, step, memory, self._shared, self._l2, candidates)
+
+        def compare(plan: Plan, rival: Plan) -> tuple[float, float]:
+            with self._announced(step=index, phase="time"):
+                return timer.compare(plan, rival)
+
+        with closing(timer):
+            if not self._warm:
+                with self._announced(step=index, phase="time"):
+                    timer.warm_up({entry: names[0] for entry, names in rivals.items()}, _WARM_UP_US)
+                self._warm = True
+            return fastest_plan(rivals, shares, compare)
+
+    def _correct(self, index: int, untold: set[int]) -> dict[int, list[Variant]]:
+        """Those whose results are right, with their right variants; tells the reasons of the others."""
+        entry, correct = self._pack.entries[index], dict[int, list[Variant]]()
         with Memory(self._shared.stream) as memory:
             with self._step(index, -1, "reference"):
                 checker = Checker(entry, memory, self._shared)
                 if problem := checker.reference_problem():
                     raise TapeoutError(problem)
             for c in sorted(untold):
-                try:
-                    with self._step(index, c, "check"):
-                        problem = checker.problem(entry.candidates[c])
-                except TapeoutError as error:
-                    problem = error.message
-                if problem is None:
-                    correct.append(c)
+                if (missing := self._missing_library(index, c)) is not None:
+                    self._tell(index, c, reason=missing, unavailable=True)
+                    untold.remove(c)
+                    continue
+                right, problem = self._right_variants(index, c, checker)
+                if right:
+                    correct[c] = right
                 else:
                     self._tell(index, c, reason=problem)
                     untold.remove(c)
         return correct
 
-    def _time(self, index: int, candidates: list[int], untold: set[int]) -> None:
+    def _missing_library(self, index: int, c: int) -> str | None:
+        """Why a candidate cannot be tried on this machine at all; None when it can."""
+        launches = self._pack.entries[index].candidates[c].launches.launches
+        if not any(isinstance(item, Matmul) for item in launches):
+            return None
+        try:
+            with self._step(index, c, "check"):
+                self._shared.products.library()
+        except TapeoutError as error:  # not there, or it cannot be started with this driver
+            return f"{error.message} ({error.hint})" if error.hint else error.message
+        return None
+
+    def _right_variants(self, index: int, c: int, checker: Checker) -> tuple[list[Variant], str]:
+        """Variants of a candidate whose results are right, and what is wrong with the first that are not."""
+        right: list[Variant] = []
+        try:
+            with self._step(index, c, "check"):
+                variants = checker.variants(self._pack.entries[index].candidates[c])
+        except TapeoutError as error:
+            return [], error.message
+        problems = []
+        for variant in variants:
+            try:
+                with self._step(index, c, "check"):
+                    problem = checker.problem(variant[0])
+            except TapeoutError as error:
+                problem = error.message
+            if problem is None:
+                right.append(variant)
+            else:
+                problems.append(problem)
+        return right, problems[0] if problems else ""
+
+    def _time(self, index: int, candidates: Mapping[int, Sequence[Variant]], untold: set[int]) -> None:
         """Tell the times; the fastest so far bounds how long the others are looked at."""
         entry, best_us = self._pack.entries[index], float("inf")
         if not candidates:
@@ -116,21 +224,32 @@ class Worker:
                 if not self._warm:
                     timer.warm_up(entry.reference, _WARM_UP_US)
                     self._warm = True
-            for c in candidates:
-                outcome: dict[str, Any]
-                try:
-                    with self._step(index, c, "time"):
-                        outcome = {"time_us": timer.time_us(entry.candidates[c], best_us)}
-                    best_us = min(best_us, outcome["time_us"])
-                except TapeoutError as error:
-                    outcome = {"reason": error.message}
+            for c, variants in candidates.items():
+                outcome: dict[str, Any] = {}
+                for candidate, algorithm in variants:
+                    try:
+                        with self._step(index, c, "time"):
+                            time_us = timer.time_us(candidate, best_us)
+                    except TapeoutError as error:
+                        outcome = outcome or {"reason": error.message}
+                        continue
+                    best_us = min(best_us, time_us)
+                    if time_us < outcome.get("time_us", float("inf")):
+                        outcome = {"time_us": time_us}
+                        if algorithm is not None:
+                            outcome["algorithm"] = asdict(algorithm)
+                        timed = Timed.of(entry.candidates[c], time_us, algorithm)
+                        self.known.setdefault(index, {})[c] = timed
                 self._tell(index, c, **outcome)
                 untold.remove(c)
 
+    def _step(self, entry: int, candidate: int, phase: str) -> AbstractContextManager[None]:
+        return self._announced(entry=entry, candidate=candidate, phase=phase)
+
     @contextmanager
-    def _step(self, entry: int, candidate: int, phase: str) -> Iterator[None]:
+    def _announced(self, **what: Any) -> Iterator[None]:
         """Announce what comes, and look at the context when it failed."""
-        self._send({"event": "begin", "entry": entry, "candidate": candidate, "phase": phase})
+        self._send({"event": "begin", **what})
         try:
             yield
         except TapeoutError as error:
@@ -159,7 +278,8 @@ def check_pack(pack: Pack, path: Path, gpu: GpuFacts) -> None:
 
 
 def serve(job: Mapping[str, Any], send: Send) -> None:
-    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: why}}}."""
+    """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: why}},
+    "steps": [index], "known": {index: {candidate: {"time_us": t, "algorithm": {...} | null}}}}."""
     try:
         path = Path(job["pack"])
         file = read_pack(path)
@@ -170,15 +290,31 @@ def serve(job: Mapping[str, Any], send: Send) -> None:
         kind = type(error).__name__
         send({"event": "error", "kind": kind, "message": error.message, "hint": error.hint})
         return
+    worker.known |= _known(file.pack, job["known"])
     send({"event": "ready", "gpu": asdict(device.facts)})
     try:
         for index in job["entries"]:
             known = job["lost"].get(str(index), {})
             worker.run(index, {int(c): reason for c, reason in known.items()})
+        for index in job["steps"]:
+            worker.run_step(index)
     except ContextLost as lost:
         send({"event": "fault", "reason": lost.reason})
         return  # nothing can be freed in a broken context; the end of the process does it
     worker.close()
+
+
+def _known(pack: Pack, known: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[int, dict[int, Timed]]:
+    """What an earlier worker has timed; JSON has text as keys."""
+
+    def timed(entry: int, candidate: int, told: Mapping[str, Any]) -> Timed:
+        algorithm = told["algorithm"] and MatmulAlgorithm(**told["algorithm"])
+        return Timed.of(pack.entries[entry].candidates[candidate], told["time_us"], algorithm)
+
+    return {
+        int(entry): {int(c): timed(int(entry), int(c), told) for c, told in candidates.items()}
+        for entry, candidates in known.items()
+    }
 
 
 def main() -> None:

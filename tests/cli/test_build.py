@@ -101,6 +101,7 @@ def test_every_option_reaches_the_compiler(compiler: Compiler) -> None:
         "weights": ("shared", ["--weights", "shared"]),
         "quantize": ("int8-dynamic", ["--quantize", "int8-dynamic"]),
         "batch_invariant": (True, ["--batch-invariant"]),
+        "tactics": ("native", ["--tactics", "native"]),
         "verify": (False, ["--no-verify"]),
         "seed": (7, ["--seed", "7"]),
         "trust_remote_code": (True, ["--trust-remote-code"]),

@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {
     "weights": "shared",
     "quantize": "int8-dynamic",
     "batch_invariant": True,
+    "tactics": "native",
     "verify": False,
     "seed": 7,
     "trust_remote_code": True,

@@ -223,7 +223,7 @@ def test_a_dry_run_compiles_nothing(
     assert [w.split(" are ")[0] for w in report.warnings] == ["tactics for cuda:h200", *report.warnings[1:]]
     assert f"timing cache {cache} has no timings that serve cuda:h200" in report.warnings[1]
     assert list(tmp_path.iterdir()) == []
-    fused = ("fuse_rope_attention", "norm_selected_rows", "fuse_linear_add", "fuse_norm_linear")
+    fused = ("fuse_rope_attention", "select_rows_early", "fuse_linear_add", "fuse_norm_linear")
     assert [report.passes[name] for name in fused] == [2, 1, 4, 5]
 
 

@@ -5,6 +5,7 @@ Nothing is compiled (see fake_kernels.py) and nothing is measured: a scripted wo
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -100,6 +101,18 @@ def cache(pack: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def cache_of_steps(pack: Path) -> Path:
+    """In whole steps who is fast alone is slow."""
+    path = pack.with_name("steps.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REVERSED_STEPS", "1")
+        told = run("time", pack, "-o", path)
+    assert len([line for line in told.splitlines() if line.startswith("step of ")]) == 5
+    assert "\nstep of 2 rows, decode: " in told
+    return path
+
+
 @pytest.fixture
 def engine(checkpoint: Path, tmp_path: Path) -> Callable[..., tuple[Path, BuildReport]]:
     def make(**options: Any) -> tuple[Path, BuildReport]:
@@ -134,6 +147,80 @@ def test_an_engine_from_a_timing_cache(cache: Path, engine: Callable[..., tuple[
     assert decode.splitlines()[1].split() == ["rows", "1", "2"]
 
 
+def test_an_engine_of_whole_steps(
+    cache_of_steps: Path, engine: Callable[..., tuple[Path, BuildReport]]
+) -> None:
+    path, report = engine(timing_cache=cache_of_steps)
+    assert (report.timed, report.warnings) == (True, ())
+    slower = [t for t in report.tactics if t.time_us and t.time_us > min(t.losers.values(), default=1e9)]
+    assert slower
+    assert {t.chosen for t in slower} == {"in a step"}
+    assert {(s.kind, s.rows) for s in report.steps} == {
+        ("decode", 1), ("decode", 2), ("mixed", 1), ("mixed", 2), ("mixed", 4)
+    }  # fmt: skip
+    assert any(s.changed and s.time_us and s.alone_us and s.time_us < s.alone_us for s in report.steps)
+    again, _ = engine(timing_cache=cache_of_steps)
+    assert again.read_bytes() == path.read_bytes()
+    with open_engine(path) as opened:
+        assert opened.launches is not None
+        chosen = {t.tactic for t in report.tactics if t.kind == "decode"}
+        assert {r.tactic for row in opened.launches.decode_ranges.values() for r in row} == chosen
+    shown = run("inspect", path).splitlines()
+    assert [f"  {step.text()}" for step in report.steps] == [li for li in shown if li.startswith("  step of")]
+
+
+@pytest.fixture
+def older_cache(tmp_path: Path) -> Callable[[Path], Path]:
+    """A cache without its whole steps, as older versions wrote it."""
+
+    def make(cache: Path) -> Path:
+        data = json.loads(cache.read_text())
+        kept = {key: entry for key, entry in data["entries"].items() if "order" not in entry}
+        assert len(kept) < len(data["entries"])
+        path = tmp_path / f"older-{cache.name}"
+        path.write_text(json.dumps({**data, "entries": kept}))
+        return path
+
+    return make
+
+
+def test_a_cache_without_whole_steps(
+    cache: Path,
+    cache_of_steps: Path,
+    older_cache: Callable[[Path], Path],
+    engine: Callable[..., tuple[Path, BuildReport]],
+) -> None:
+    """The fastest alone win, as where no step is faster with others."""
+    path, report = engine(timing_cache=older_cache(cache))
+    assert (report.timed, report.warnings, report.steps) == (True, (), ())
+    assert {t.chosen for t in report.tactics} == {"alone"}
+    assert path.read_bytes() == engine(timing_cache=cache)[0].read_bytes()
+    path, report = engine(timing_cache=older_cache(cache_of_steps))
+    assert {t.chosen for t in report.tactics} == {"alone"}
+    assert path.read_bytes() != engine(timing_cache=cache_of_steps)[0].read_bytes()
+
+
+def test_what_is_answered_is_not_asked_again(
+    checkpoint: Path, cache: Path, cache_of_steps: Path, tmp_path: Path
+) -> None:
+    for number, known in enumerate((cache, cache_of_steps)):
+        path = tmp_path / f"{number}.pack"
+        options = BuildOptions(target="cuda:h200", dtype="float32", pack=path, timing_cache=known, **LIMITS)
+        assert build_pack(str(checkpoint), options).entries == 0
+        assert read_pack(path).pack.steps == ()
+
+
+def test_batch_invariance_ignores_whole_steps(
+    cache_of_steps: Path,
+    older_cache: Callable[[Path], Path],
+    engine: Callable[..., tuple[Path, BuildReport]],
+) -> None:
+    caches = (cache_of_steps, older_cache(cache_of_steps))
+    built = [engine(timing_cache=known, batch_invariant=True) for known in caches]
+    assert built[0][0].read_bytes() == built[1][0].read_bytes()
+    assert built[0][1].steps == ()
+
+
 def test_batch_invariance_takes_one_tactic(
     cache: Path, engine: Callable[..., tuple[Path, BuildReport]]
 ) -> None:
@@ -158,15 +245,19 @@ def test_a_cache_that_knows_a_part(
     assert warning.endswith(f"{len(report.tactics) - known} of {len(report.tactics)} choices are defaults")
     assert 0 < known < len(report.tactics)
     assert "tactics (partly timed; µs by rows" in run("inspect", path)
-    # A pack for those limits holds only what is missing.
+    # A pack for those limits holds what is missing, and what stands beside it in a step.
     rest = tmp_path / "rest.pack"
     options = BuildOptions(
         target="cuda:h200", dtype="float32", pack=rest, timing_cache=cache, **{**LIMITS, "max_batch_size": 3}
     )
     build_pack(str(checkpoint), options)
-    ops = {entry.op for entry in read_pack(rest).pack.entries}
-    assert "rope_attention" in ops
-    assert len(read_pack(rest).pack.entries) == len(report.tactics) - known
+    left = read_pack(rest).pack
+    packed = {(e.signature, e.kind, e.rows) for e in left.entries}
+    assert {(t.signature, t.kind, t.rows) for t in report.tactics if t.time_us is None} < packed
+    assert packed == {
+        (e.signature, e.kind, e.rows) for step in left.steps for e in map(left.entries.__getitem__, step.ops)
+    }
+    assert len(left.steps) == 3 + 3
 
 
 def test_a_cache_of_another_gpu(cache: Path, engine: Callable[..., tuple[Path, BuildReport]]) -> None:

@@ -192,7 +192,8 @@ def test_a_changed_kernel_is_unknown(
     timings = GpuTimings(TimingCache(None), H200)
 
     def unknown(sm: int = 90) -> int:
-        return len(unanswered(contests({ADD.key(): ADD}, LIMITS, CudaTarget(sm, 132, 232448)), timings))
+        found = contests({ADD.key(): ADD}, LIMITS, CudaTarget(sm, 132, 232448))
+        return len(unanswered(found, timings).contests)
 
     kernel_source(number=1, doc="old")
     assert unknown() == 2

@@ -30,6 +30,7 @@ LIMITS = Limits(max_batch_size=2, max_num_tokens=2, max_seq_len=64, tokens_per_p
 TARGET = CudaTarget(90, 132, 232448, 16)
 ADD = OpSignature("add", (TensorType("float32", ("T", 16)),) * 2, (), (TensorType("float32", ("T", 16)),))
 GPU = Gpu("NVIDIA H200", 90, 132, 140)
+OPTIONS = BuildOptions(target="cuda:h200")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,11 @@ def test_what_the_cache_answers_is_left_out(
     pack(FakeTactic("plain"), FakeTactic("fast"))
     cache = TimingCache(None)
     timings = GpuTimings(cache, GPU)
-    left = lambda: [c.rows for c in open_contests({"add": ADD}, LIMITS, TARGET, "cuda:h200", cache)]  # noqa: E731
+
+    def left() -> list[int]:
+        open_ = open_contests({"add": ADD}, (), LIMITS, TARGET, "cuda:h200", OPTIONS, cache)
+        return [c.rows for c in open_.contests]
+
     assert left() == [1, 2]
     for contest in contests({"add": ADD}, LIMITS, TARGET)[:1]:
         for c in contest.contenders:

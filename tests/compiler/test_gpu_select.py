@@ -124,7 +124,7 @@ def test_what_nobody_timed_gets_the_default(game: Callable[..., Game]) -> None:
     assert ranges(timed.choices) == [(1, "slow"), (4, "likely")]
     assert (timed.timed, timed.known, timed.candidates, timed.defaults) == (False, 1, 6, 2)
     assert [t.time_us for t in timed.timings] == [7, None, None]
-    assert [c.rows for c in unanswered(played.decisions, played.timings)] == ROWS
+    assert [c.rows for c in unanswered(played.decisions, played.timings).contests] == ROWS
     untimed = choose_timed(played.decisions, None, played.defaults, batch_invariant=False)
     assert ranges(untimed.choices) == [(4, "likely")]
     assert (untimed.known, untimed.defaults) == (0, 3)

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from small_graph import HIDDEN, Lines, Make, T, check, randn, unchanged
 
 from tapeout.compiler.graph import Graph
+from tapeout.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from tapeout.compiler.passes.fuse_linear_add import fuse_linear_add
 from tapeout.compiler.passes.fuse_norm_linear import fuse_norm_linear
 from tapeout.compiler.passes.fuse_rope_attention import fuse_rope_attention
-from tapeout.compiler.passes.norm_selected_rows import norm_selected_rows
 from tapeout.compiler.passes.page_attention import page_attention
 from tapeout.compiler.passes.select_logit_rows import select_logit_rows
+from tapeout.compiler.passes.select_rows_early import select_rows_early
 
 ops = torch.ops.tapeout
 DIM = 4
@@ -148,26 +149,56 @@ class TestFuseRopeAttention:
         unchanged(self.graph(small_graph, function), fuse_rope_attention)
 
 
-class TestNormSelectedRows:
+class TestSelectRowsEarly:
     def graph(self, make: Make, function: Callable[..., Any]) -> Any:
-        module = Lines(function, w=(HIDDEN,))
-        graph = make(module, x=randn(1, T, HIDDEN), rows=("row_ids",), **ROWS)
+        module = Lines(function, w=(HIDDEN,), square=(HIDDEN, HIDDEN))
+        graph = make(module, x=randn(1, T, HIDDEN), y=randn(1, T, HIDDEN), rows=("row_ids",), **ROWS)
         assert graph.apply(select_logit_rows) == 1
         return graph
 
-    def test_before_and_after(self, small_graph: Make) -> None:
-        graph = self.graph(small_graph, lambda m, x, row_ids: rms(x, m.w)[:, row_ids])
+    def test_a_norm_sees_the_selected_rows(self, small_graph: Make) -> None:
+        graph = self.graph(small_graph, lambda m, x, y, row_ids: rms(x, m.w)[:, row_ids])
         same = "tapeout.rms_norm tapeout.select_rows"
-        check(graph, norm_selected_rows, 1, same, same)
+        check(graph, select_rows_early, 1, same, same)
         (norm,) = graph.graph.nodes(ops.rms_norm.default)
         assert norm.args[0].target is ops.select_rows.default
         assert norm.args[2:] == (1e-5, 1.0, False)
 
+    def test_the_rest_of_a_layer_follows_the_selection(self, small_graph: Make) -> None:
+        """x stands for the attention's result, y for the residual, which earlier layers' readers keep."""
+
+        def rest(m: Any, x: torch.Tensor, y: torch.Tensor, row_ids: torch.Tensor) -> Any:
+            total = F.linear(x, m.square) + y
+            return (F.linear(rms(total, m.w), m.square) + total)[:, row_ids], y * 2
+
+        graph = self.graph(small_graph, rest)
+        before = "aten.add*2 aten.linear*2 aten.mul tapeout.rms_norm tapeout.select_rows"
+        check(graph, select_rows_early, 1, before, before + "*2")
+        for select in graph.graph.nodes(ops.select_rows.default):
+            assert select.args[0].op == "placeholder"
+        (norm,) = graph.graph.nodes(ops.rms_norm.default)
+        assert norm.meta["val"].shape[1] == graph.graph.nodes(ops.select_rows.default)[0].meta["val"].shape[1]
+
+    def test_of_a_sum_that_the_attention_reads_normed_the_rows_are_selected(self, small_graph: Make) -> None:
+        """add_rms_norm makes both; only the sum goes on to the rest of the layer."""
+
+        def lines(m: Any, x: torch.Tensor, y: torch.Tensor, row_ids: torch.Tensor) -> Any:
+            total = x + y
+            return (F.linear(x, m.square) + total)[:, row_ids], rms(total, m.w) * 2
+
+        graph = self.graph(small_graph, lines)
+        assert graph.apply(fuse_add_rms_norm) == 1
+        assert graph.apply(select_rows_early) == 1
+        torch.testing.assert_close(graph.run(), graph.expected())
+        sources = {select.args[0].name for select in graph.graph.nodes(ops.select_rows.default)}
+        assert len(sources) == 2
+        assert any(name.startswith("getitem") for name in sources)
+
     @pytest.mark.parametrize(
         "function",
         [
-            lambda m, x, row_ids: rms(x, m.w)[:, row_ids] * rms(x, m.w).sum(),  # its rows are wanted too
-            lambda m, x, row_ids: (rms(x, m.w) * 2)[:, row_ids],
+            lambda m, x, y, row_ids: rms(x, m.w)[:, row_ids] * rms(x, m.w).sum(),  # its rows are wanted too
+            lambda m, x, y, row_ids: (x + y).cumsum(1)[:, row_ids],  # a row looks at others
         ],
     )
     def test_near_misses(self, small_graph: Make, function: Callable[..., Any]) -> None:
@@ -176,7 +207,7 @@ class TestNormSelectedRows:
         for other in norms[1:]:  # as one norm with two readers
             other.replace_all_uses_with(norms[0])
         graph.graph.tidy()
-        unchanged(graph, norm_selected_rows)
+        unchanged(graph, select_rows_early)
 
 
 def project(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class TestDriver:
             expected_matches(source.config, CUDA_PASSES),
             after_each=lambda name, g: seen.append({n: near_misses(g, n) for n in names}),
         )
-        for name in ("fuse_rope_attention", "norm_selected_rows", "fuse_linear_add", "fuse_norm_linear"):
+        for name in ("fuse_rope_attention", "select_rows_early", "fuse_linear_add", "fuse_norm_linear"):
             index = names.index(name)
             assert seen[index - 1][name], name
             assert seen[index][name] == [], name

@@ -67,7 +67,7 @@ def test_match_counts_for_gpus_are_the_facts(family: Callable[..., Any], model_t
     tiny = get(family, model_type, CUDA)
     assert tiny.graph is not None
     expected = expected_matches(tiny.source.config, CUDA_PASSES)
-    fused = {"fuse_rope_attention", "norm_selected_rows", "fuse_linear_add", "fuse_norm_linear"}
+    fused = {"fuse_rope_attention", "select_rows_early", "fuse_linear_add", "fuse_norm_linear"}
     assert fused <= expected.keys()
     assert None not in expected.values()
     assert {name: tiny.counts[name] for name in expected} == expected

@@ -3,6 +3,7 @@
 bundle.json                     target, SM, digest of the code it was made with
 MODEL.engine MODEL.json         tiny float32 models: an engine, the CPU engine's answers
 invariant.engine                bfloat16, --batch-invariant
+cublaslt.engine cublaslt.json   bfloat16, all products by cuBLASLt, their algorithms left open; CPU logits
 other_sm.engine huge.engine     must be refused: for another SM; with an arena no GPU has room for
 DTYPE.pack                      tactics of a small model, for `tapeout time`
 smollm2_DTYPE.engine smollm2.json   engines without weights; Hugging Face's and the CPU engine's answers
@@ -40,6 +41,8 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
+#: The model whose products are a library's: small, yet some tiles wide.
+WIDE: dict[str, Any] = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 #: Positions HF answers, in smollm2.json.
 NEW_TOKENS = 64
 

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tapeout.runtime import LLM, SamplingParams
+from tapeout.runtime.step import StepInputs
 
 VOCAB_SIZE = 300  # of tests/models.py
 #: Build options of tiny engines: prompts cross pages, steps and windows soon.
@@ -211,3 +214,38 @@ def to_json(answers: Sequence[Sequence[Answer]]) -> list[list[dict[str, Any]]]:
 
 def from_json(rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Answer]]:
     return [[Answer(**answer) for answer in row] for row in rows]
+
+
+# ---- steps without a scheduler --------------------------------------------------------------------
+
+PAGES = 4  # of a sequence
+
+
+def packed_step(rows: Sequence[tuple[int, Sequence[int], int]]) -> StepInputs:
+    """Sequences (slot, new ids, tokens cached before), each in pages of its own, the last row sampled."""
+    lengths = [len(ids) for _, ids, _ in rows]
+    cu_q = np.concatenate([[0], np.cumsum(lengths)])
+    arrays = {
+        "token_ids": [i for _, ids, _ in rows for i in ids],
+        "positions": [cached + i for _, ids, cached in rows for i in range(len(ids))],
+        "cu_q": cu_q,
+        "kv_lens": [cached + len(ids) for _, ids, cached in rows],
+        "page_table": [[PAGES * slot + i for i in range(PAGES)] for slot, _, _ in rows],
+        "slots": [slot for slot, _, _ in rows],
+        "row_ids": cu_q[1:] - 1,
+        "row_slots": [slot for slot, _, _ in rows],
+    }
+    return StepInputs(**{name: np.array(values, np.int32) for name, values in arrays.items()})
+
+
+def logits_of_steps(executor: Any) -> dict[str, np.ndarray]:
+    """Float32 [rows, VOCAB_SIZE] of prompts packed together, of decoding, and of both in one step."""
+    prompts = [_prompt(length, seed=7) for length in (5, 33, 1, 16)]
+    first, last = list(enumerate(prompts[:3])), prompts[3]
+    steps = {
+        CONTEXT: [(slot, ids, 0) for slot, ids in first],
+        DECODE: [(slot, (9 + slot,), len(ids)) for slot, ids in first],
+        MIXED: [(3, last, 0), *((slot, (20 + slot,), len(ids) + 1) for slot, ids in first)],
+        "alone": [(3, (30,), len(last))],
+    }
+    return {name: executor.forward(packed_step(rows)) for name, rows in steps.items()}

@@ -25,10 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gpu_bundle
-from gpu_bundle import DTYPES, NEW_TOKENS, ROOT, SMALL, TINY, code_digest
-from gpu_cases import CASES, LIMITS, kind_of, run_case, to_json
+from gpu_bundle import DTYPES, NEW_TOKENS, ROOT, SMALL, TINY, WIDE, code_digest
+from gpu_cases import CASES, LIMITS, PAGES, kind_of, logits_of_steps, run_case, to_json
 
 from tapeout.runtime import LLM, SamplingParams
+from tapeout.runtime.engine import open_engine
+from tapeout.runtime.executors import load_executor
 
 # The compiler is imported where it is used: processes that compile kernels import this file, too.
 
@@ -81,6 +83,8 @@ class Maker:
             yield Item((f"{name}.json",), self.cpu_key, lambda name=name: self.tiny_answers(name))
             yield Item((f"{name}.engine",), self.all_key, lambda name=name: self.tiny_engine(name))
         yield Item(("invariant.engine",), self.all_key, self.invariant)
+        yield Item(("cublaslt.engine",), self.all_key, self.cublaslt)
+        yield Item(("cublaslt.json",), self.cpu_key, self.cublaslt_answers)
         yield Item(("other_sm.engine",), self.all_key, self.other_sm)
         yield Item(("huge.engine",), self.all_key, self.huge)
         for dtype in DTYPES:
@@ -116,6 +120,47 @@ class Maker:
         path = self.folder / "invariant.engine"
         self.build(self.tiny("llama", **SMALL), path, self.target, "bfloat16", batch_invariant=True)
 
+    def cublaslt(self) -> None:
+        """By a timing cache that says cuBLASLt won everywhere, with an algorithm that no library has."""
+        from tapeout.compiler.front_end import Stages, lower_model
+        from tapeout.compiler.plan import signatures_of
+        from tapeout.compiler.progress import SilentProgress
+        from tapeout.compiler.tactics.cache import TimingCache
+        from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings
+        from tapeout.compiler.tactics.gpu_contests import contests
+        from tapeout.compiler.tactics.outcome import Outcome
+        from tapeout.compiler.targets import cuda_target
+        from tapeout.plugins.cuda import CUBLASLT, MatmulAlgorithm
+        from tapeout.plugins.linear.cublaslt import WORKSPACE_BYTES
+
+        model, path = self.tiny("llama", **WIDE), WORK / "cublaslt_won.json"
+        path.unlink(missing_ok=True)
+        changes = {"tactics": CUBLASLT, "timing_cache": path}
+        options = self.options(self.target, "bfloat16", **changes)
+        target = replace(cuda_target(self.target), tokens_per_page=options.tokens_per_page)
+        lowered = lower_model(model, options, Stages(SilentProgress()), lambda _: None)
+        cache = TimingCache(path)
+        gpu = Gpu(f"NVIDIA {self.target.removeprefix('cuda:').upper()}", self.sm, target.sm_count, 1)
+        timings, unknown = GpuTimings(cache, gpu), MatmulAlgorithm("00" * 64, 130000, WORKSPACE_BYTES)
+        for found in contests(
+            signatures_of(lowered.module), lowered.limits, target, providers=options.providers
+        ):
+            place = (found.key, found.kind, found.conditions, found.rows)
+            for c in found.contenders:
+                if c.provider == CUBLASLT:
+                    timings.put(*place, c.kernel_hash, c.name, Outcome(1.0, None, unknown))
+        cache.save()
+        self.build(model, self.folder / "cublaslt.engine", self.target, "bfloat16", **changes)
+
+    def cublaslt_answers(self) -> None:
+        made = WORK / "cpu.engine"
+        self.build(self.tiny("llama", **WIDE), made, "cpu", "float32")
+        with open_engine(made) as engine:
+            executor = load_executor(engine, num_pages=PAGES * LIMITS["max_batch_size"])
+            answers = {name: logits.tolist() for name, logits in logits_of_steps(executor).items()}
+            executor.close()
+        self.write_json("cublaslt.json", answers)
+
     def other_sm(self) -> None:
         other = "cuda:sm_80" if self.sm != 80 else "cuda:sm_90"
         self.build(self.tiny("llama"), self.folder / "other_sm.engine", other, "float32")
@@ -125,23 +170,32 @@ class Maker:
         self.build(model, self.folder / "huge.engine", self.target, "float32", **HUGE)
 
     def pack(self, dtype: str) -> None:
-        """All tactics of a Llama, and of other architectures those that are no product with a weight."""
+        """All tactics of a Llama, and of other architectures those that are no product with a weight; the
+        Llama's whole steps of which all is packed."""
         from tapeout.compiler.front_end import Stages, lower_model
-        from tapeout.compiler.plan import signatures_of
+        from tapeout.compiler.plan import order_of, signatures_of
         from tapeout.compiler.progress import SilentProgress
         from tapeout.compiler.tactics.gpu_contests import contests
         from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
+        from tapeout.compiler.tactics.gpu_steps import place_of, step_contests
         from tapeout.compiler.targets import cuda_target
 
         options = self.options(self.target, dtype, **PACK_LIMITS)
         target = replace(cuda_target(self.target), tokens_per_page=options.tokens_per_page)
-        found = {}
+        found, steps = {}, []
         for name in PACKED:
             lowered = lower_model(self.tiny(name, **SMALL), options, Stages(SilentProgress()), lambda _: None)
-            for contest in contests(signatures_of(lowered.module), lowered.limits, target):
-                if is_packed(name, contest.signature.op, contest.rows):
-                    found[contest.key, contest.kind, contest.rows] = contest
-        file = make_pack(list(found.values()), lowered.limits, target, self.target)
+            signatures, limits = signatures_of(lowered.module), lowered.limits
+            decisions = contests(signatures, limits, target, providers=options.providers)
+            packed = [c for c in decisions if is_packed(name, c.signature.op, c.rows)]
+            found |= {place_of(contest): contest for contest in packed}
+            if name == "llama":
+                steps = [
+                    step
+                    for step in step_contests(signatures, order_of(lowered.module), decisions, limits)
+                    if all(place_of(contest) in found for contest in step.contests)
+                ]
+        file = make_pack(list(found.values()), lowered.limits, target, self.target, steps=steps)
         write_pack(file, self.folder / f"{dtype}.pack")
 
     def build(self, model: str, path: Path, target: str, dtype: str, **changes: Any) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu_bundle import Bundle
+from gpu_cases import PAGES
+from gpu_cases import packed_step as step
 
 from tapeout.runtime import SamplingParams
 from tapeout.runtime.engine import open_engine
 from tapeout.runtime.executors import load_executor
-from tapeout.runtime.step import StepInputs
 
 LENGTHS = (5, 33, 1, 16, 24, 2)  # 81 rows: the largest step is padded up
-PAGES = 4  # of a sequence
 ENGINE = "invariant.engine"
 
 
@@ -31,23 +31,6 @@ def executor(bundle: Bundle) -> Iterator[Any]:
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
     return [rng.integers(5, 300, n).tolist() for n in LENGTHS]
-
-
-def step(rows: Sequence[tuple[int, Sequence[int], int]]) -> StepInputs:
-    """Sequences (slot, new ids, tokens cached before), each in pages of its own, the last row sampled."""
-    lengths = [len(ids) for _, ids, _ in rows]
-    cu_q = np.concatenate([[0], np.cumsum(lengths)])
-    arrays = {
-        "token_ids": [i for _, ids, _ in rows for i in ids],
-        "positions": [cached + i for _, ids, cached in rows for i in range(len(ids))],
-        "cu_q": cu_q,
-        "kv_lens": [cached + len(ids) for _, ids, cached in rows],
-        "page_table": [[PAGES * slot + i for i in range(PAGES)] for slot, _, _ in rows],
-        "slots": [slot for slot, _, _ in rows],
-        "row_ids": cu_q[1:] - 1,
-        "row_slots": [slot for slot, _, _ in rows],
-    }
-    return StepInputs(**{name: np.array(values, np.int32) for name, values in arrays.items()})
 
 
 def bits(logits: np.ndarray) -> list[bytes]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tapeout.plugins.case import signature
 from tapeout.plugins.cpu import OpSignature, TensorType
-from tapeout.plugins.cuda import CudaTarget, KernelSpec, LaunchSpec
+from tapeout.plugins.cuda import NATIVE, CudaTarget, KernelSpec, LaunchSpec
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.sample.cuda import fill_launch, sample_launches
@@ -75,7 +75,7 @@ def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
     ]
     for types in signatures():
         for tactic in cuda_tactics(types.op):
-            if tactic.unsupported(types, target(sm)) is None:
+            if tactic.provider == NATIVE and tactic.unsupported(types, target(sm)) is None:
                 found += tactic.launches(types, rows, target(sm))
     return found
 

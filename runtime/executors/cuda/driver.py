@@ -7,7 +7,8 @@ loaded by `open_device`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -131,11 +132,16 @@ class PinnedMemory:
 
 
 class Stream:
-    """A non-blocking stream."""
+    """A non-blocking stream.
+
+    after_library: a library's call is the last that was queued. What nodes it was, and on what terms they
+        end, only the library knows, so the launch behind it waits for all of it (see `launch`).
+    """
 
     def __init__(self) -> None:
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.handle = check(cu.cuStreamCreate(flags), "creating a stream")
+        self.after_library = False
 
     def upload(self, device: int, host: int, size_bytes: int) -> None:
         check(cu.cuMemcpyHtoDAsync(device, host, size_bytes, self.handle), "copying to the device")
@@ -170,19 +176,39 @@ class Event:
         cu.cuEventDestroy(self.handle)
 
 
-class Function:
-    """A kernel of a cubin, allowed to use the dynamic shared memory it was compiled for."""
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """What capturing forbids is allowed on this thread: libraries load kernels on first use."""
+    doing = "changing what capturing forbids"
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(cu.cuThreadExchangeStreamCaptureMode(relaxed), doing)
+    try:
+        yield
+    finally:
+        check(cu.cuThreadExchangeStreamCaptureMode(before), doing)
 
-    def __init__(self, cubin: bytes, symbol: str, shared_bytes: int) -> None:
+
+class Function:
+    """A kernel of a cubin, allowed to use the dynamic shared memory it was compiled for.
+
+    prefers_l1: a multiprocessor's memory goes to the cache while the kernel runs. Else the driver divides
+    it, and leaves it as it was for the kernel before where that will do.
+    """
+
+    def __init__(self, cubin: bytes, symbol: str, shared_bytes: int, *, prefers_l1: bool = False) -> None:
         self._module = check(cu.cuModuleLoadData(cubin), f"loading kernel {symbol}")
         try:
             self.handle = check(
                 cu.cuModuleGetFunction(self._module, symbol.encode()), f"finding kernel {symbol}"
             )
+            attributes = cu.CUfunction_attribute
             if shared_bytes > 48 << 10:
-                attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 result = cu.cuFuncSetAttribute(self.handle, attribute, shared_bytes)
                 check(result, f"giving {symbol} shared memory")
+            if prefers_l1:
+                attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                check(cu.cuFuncSetAttribute(self.handle, attribute, 0), f"giving {symbol} the cache")
         except BaseException:
             self.close()
             raise
@@ -201,17 +227,24 @@ def launch(
     types: Sequence[type],
     *,
     overlap: bool = False,
+    cluster: int = 1,
 ) -> None:
     """One kernel launch, or one node while a stream is captured.
 
-    overlap: blocks may start before the launch ahead has ended (programmatic dependent launch).
+    grid: programs. cluster: blocks a program is. overlap: blocks may start before the launch ahead has
+    ended (programmatic dependent launch), unless that was a library's: such an edge is one between
+    kernels, and a library may end with another node.
     """
+    overlap, stream.after_library = overlap and not stream.after_library, False
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.gridDimX *= cluster
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.hStream = shared, stream.handle
-    if overlap:
-        config.attrs, config.numAttrs = [_overlap_attribute()], 1
+    attributes = [_overlap_attribute()] if overlap else []
+    attributes += [_cluster_attribute(cluster)] if cluster > 1 else []
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     params = (tuple(values), tuple(types))
     check(cu.cuLaunchKernelEx(config, function.handle, params, 0), "launching a kernel")
 
@@ -221,4 +254,13 @@ def _overlap_attribute() -> Any:
     attribute = cu.CUlaunchAttribute()
     attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+@cache
+def _cluster_attribute(size: int) -> Any:
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = attribute.value.clusterDim
+    dimension.x, dimension.y, dimension.z = size, 1, 1
     return attribute

@@ -18,6 +18,7 @@ from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_gpu, check_sku, not_for
+from tapeout.runtime.executors.cuda.cublaslt import CublasLt, library_for
 from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, PinnedMemory, Stream, open_device
 from tapeout.runtime.executors.cuda.replay import Memory, Replay, Sampling, check_table
 from tapeout.runtime.executors.cuda.sampled_ids import Admission, SampledIds
@@ -47,6 +48,8 @@ def open_gpu(engine: Engine, ordinal: int = 0) -> tuple[Device, LaunchTable]:
         raise not_for(engine, f"this machine is cpu:{detect_host().level}: {error}") from error
     check_gpu(engine, device.facts)
     check_table(engine.launches, engine.kernel_names)
+    if versions := engine.launches.matmul_versions():
+        library_for(versions)
     return device, engine.launches
 
 
@@ -148,7 +151,11 @@ class CudaExecutor:
             memory.kv_pool.zero()
             laps.lap("memory")
             cubins = {name: engine.kernel(name) for name in engine.kernel_names}
-            self._replay = stack.enter_context(closing(Replay(engine.program, table, cubins, memory)))
+            products = None
+            if versions := table.matmul_versions():
+                products = stack.enter_context(closing(CublasLt(library_for(versions))))
+            replay = Replay(engine.program, table, cubins, memory, products)
+            self._replay = stack.enter_context(closing(replay))
             laps.lap("kernels")
             weights.wait()
             laps.lap("weights")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 from cuda.bindings import driver as cu
 
 from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine.container import DTYPES
-from tapeout.runtime.engine.launches import KernelArg, Launch, LaunchTable, RangeLaunches
+from tapeout.runtime.engine.launches import (
+    Kernel,
+    KernelArg,
+    Launch,
+    LaunchTable,
+    Matmul,
+    RangeLaunches,
+)
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
+from tapeout.runtime.executors.cuda.cublaslt import Call, CublasLt, check_matmul
 from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
 from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
@@ -57,21 +66,33 @@ class Bucket:
 
 
 class Replay:
-    """Captures one graph for each bucket on first use and keeps it."""
+    """Captures one graph for each bucket on first use and keeps it.
+
+    products: the library, where the table has products for it.
+
+    Raises EngineIncompatibleError where the library does not run a product of some bucket here.
+    """
 
     def __init__(
-        self, program: Program, table: LaunchTable, cubins: Mapping[str, bytes], memory: Memory
+        self,
+        program: Program,
+        table: LaunchTable,
+        cubins: Mapping[str, bytes],
+        memory: Memory,
+        products: CublasLt | None = None,
     ) -> None:
         self._program, self._table, self._memory = program, table, memory
+        self._products = products
         self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
         self._graphs: dict[tuple[Bucket, Sampling], Any] = {}
+        self._warm: set[tuple[Matmul, int]] = set()  # products that have run, and at how many rows
         # Sampling is launched like an op whose input is the logits.
         self._sampling = Record("sample", (program.logits,), (), (), {}, "")
+        self._check_products()
         with ExitStack() as stack:
             self._functions = [
-                stack.enter_context(closing(Function(cubins[k.blob], k.symbol, k.shared_bytes)))
-                for k in table.kernels
+                stack.enter_context(closing(_function(cubins, kernel))) for kernel in table.kernels
             ]
             self._resources = stack.pop_all()
 
@@ -89,11 +110,37 @@ class Replay:
         """Replay a bucket with that sampling at its end: one graph launch."""
         key = (bucket, sampling)
         if key not in self._graphs:
+            self._warm_up(bucket, stream)
             self._graphs[key] = self._capture(bucket, stream, sampling)
         check(cu.cuGraphLaunch(self._graphs[key], stream.handle), "launching a step")
 
     def logits_address(self) -> int:
         return self._address(self._program.logits)
+
+    def _check_products(self) -> None:
+        """Ask the library about every product of every bucket, so that none fails in a step."""
+        if self._products is None:
+            return
+        rows, logit_rows = self._table.row_buckets, self._table.logit_buckets
+        pairs = zip_longest(rows, logit_rows)  # every T and every R occurs: nothing depends on both
+        buckets = [Bucket(t or rows[-1], r or logit_rows[-1], decode=False) for t, r in pairs]
+        buckets += [Bucket(r, r, decode=True) for r in logit_rows]
+        asked = set()
+        for bucket in buckets:
+            for record, count, item in self._launches(bucket):
+                if isinstance(item, Matmul) and (item, count) not in asked:
+                    self._products.check(self._call(item, record, count), item.algorithm)
+                    asked.add((item, count))
+
+    def _warm_up(self, bucket: Bucket, stream: Stream) -> None:
+        """Run each of the bucket's products once, that the library loads its kernels outside a capture.
+
+        They write garbage where the step that follows writes results: between steps nobody reads the arena.
+        """
+        for record, count, item in self._launches(bucket) if self._products else ():
+            if isinstance(item, Matmul) and (item, count) not in self._warm:
+                self._launch(item, record, count, stream)
+                self._warm.add((item, count))
 
     def _capture(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> Any:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -113,21 +160,30 @@ class Replay:
             cu.cuGraphDestroy(graph)
 
     def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
+        for filling in self._table.fill:
+            self._launch(filling, None, bucket.rows, stream)
+        for record, count, item in self._launches(bucket):
+            self._launch(item, record, count, stream)
+        if sampling is not Sampling.NONE:
+            ranges = self._table.sample_full if sampling is Sampling.FULL else self._table.sample
+            for item in _range(ranges, bucket.logit_rows).launches:
+                self._launch(item, self._sampling, bucket.logit_rows, stream)
+
+    def _launches(self, bucket: Bucket) -> Iterator[tuple[Record, int, Launch | Matmul]]:
+        """Launches of the bucket's records in their order, with their padded rows."""
         rows = {"T": bucket.rows, "R": bucket.logit_rows}
         special = self._table.decode_ranges if bucket.decode else {}
-        for item in self._table.fill:
-            self._launch(item, None, rows["T"], stream)
         for record in self._program.records:
             count = rows[str(record.outputs[0].shape[0])]
             ranges = special.get(record.signature) or self._table.ranges[record.signature]
             for item in _range(ranges, count).launches:
-                self._launch(item, record, count, stream)
-        if sampling is not Sampling.NONE:
-            full = sampling is Sampling.FULL
-            for item in _range(self._table.sample_full if full else self._table.sample, rows["R"]).launches:
-                self._launch(item, self._sampling, rows["R"], stream)
+                yield record, count, item
 
-    def _launch(self, item: Launch, record: Record | None, rows: int, stream: Stream) -> None:
+    def _launch(self, item: Launch | Matmul, record: Record | None, rows: int, stream: Stream) -> None:
+        if isinstance(item, Matmul):
+            assert self._products is not None, "the library of the table's products"
+            self._products.matmul(self._call(item, record, rows), item.algorithm, stream)
+            return
         kernel = self._table.kernels[item.kernel]
         x, y, z = (dim.blocks(rows) for dim in item.grid)
         values, types = [], []
@@ -141,8 +197,11 @@ class Replay:
         function = self._functions[item.kernel]
         launch(
             function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types,
-            overlap=kernel.overlap,
+            overlap=kernel.overlap, cluster=kernel.cluster,
         )  # fmt: skip
+
+    def _call(self, item: Matmul, record: Record | None, rows: int) -> Call:
+        return Call.of(item, rows, lambda argument: self._argument(argument, record)[0])
 
     def _argument(self, argument: KernelArg, record: Record | None) -> tuple[int | float, type]:
         memory, kind = self._memory, argument.kind
@@ -192,15 +251,21 @@ def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
 
     For a device that is not opened yet: nothing has been loaded when this is told.
     """
-    launches = [*table.fill, *(item for r in table.all_ranges() for item in r.launches)]
+    launches = table.everything()
     kinds = {argument.kind for item in launches for argument in item.args}
     problems = [f"arguments of kind {kind!r}, which is unknown" for kind in sorted(kinds - _KINDS)]
+    products = {item for item in launches if isinstance(item, Matmul)}
+    problems += sorted({p for item in products if (p := check_matmul(item)) is not None})
     problems += [f"no cubin {k.blob}" for k in table.kernels if k.blob not in cubins]
     if problems:
         raise EngineIncompatibleError(
             "the engine's launches cannot be replayed: " + "; ".join(problems),
             hint="build the engine again with this version: tapeout build",
         )
+
+
+def _function(cubins: Mapping[str, bytes], kernel: Kernel) -> Function:
+    return Function(cubins[kernel.blob], kernel.symbol, kernel.shared_bytes, prefers_l1=kernel.prefers_l1)
 
 
 def _at_least(sizes: Sequence[int], wanted: int) -> int:

@@ -46,10 +46,12 @@ class FakeCuda:
         self.sm, self.name, self.driver, self.free = sm, name, driver, free
         self.open = {"memory": 0, "pinned": 0, "stream": 0, "event": 0, "module": 0, "graph": 0, "exec": 0}
         self.launched: list[Launched] = []
+        self.launched_outside: list[Launched] = []  # of graphs
         self.graph_launches = 0
         self.on_launch: Callable[[Launched], None] = lambda launched: None
         self.fail: set[str] = set()  # calls that report an error
         self.contextless_calls: list[str] = []
+        self.capture_mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # of the one thread
         self._current = threading.local()
         self._blocks: dict[int, Any] = {}
         self._handles = itertools.count(1)
@@ -209,6 +211,10 @@ class FakeCuda:
         assert self._recording is None
         self._recording = []
         return self._done("cuStreamBeginCapture")
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        before, self.capture_mode = self.capture_mode, mode
+        return self._done("cuThreadExchangeStreamCaptureMode", before)
 
     def cuStreamEndCapture(self, stream: int) -> tuple[Any, ...]:
         result = self._made("cuStreamEndCapture", "graph")

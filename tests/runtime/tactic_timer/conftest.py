@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from tapeout.runtime.tactic_timer.pack import (
     Output,
     Pack,
     StepCase,
+    WholeStep,
 )
 from tapeout.runtime.tactic_timer.pack_file import PackFile, encode_pack
 
@@ -33,11 +34,18 @@ FAKES = [
 ]
 
 
-def made_pack(*entries: tuple[str, ...], sm: int = 90, cuda: str = "13.0") -> PackFile:
-    """A pack with an `add` for each tuple of candidates' names; cubins are no code."""
+def made_pack(
+    *entries: tuple[str, ...], sm: int = 90, cuda: str = "13.0", steps: Sequence[WholeStep] = ()
+) -> PackFile:
+    """A pack with an `add` for each tuple of candidates' names, which are their kernels' too; cubins are no
+    code."""
     one = Grid(0, 1)
-    launch = Launch(0, (one, one, one), (KernelArg("output", 0, "", 0),))
-    launches = RangeLaunches(4, "", 0, (launch,))
+    symbols = ["add", *sorted({name for names in entries for name in names})]
+
+    def launches(symbol: str) -> RangeLaunches:
+        launch = Launch(symbols.index(symbol), (one, one, one), (KernelArg("output", 0, "", 0),))
+        return RangeLaunches(4, "", 0, (launch,))
+
     operand = Operand("float32", ("T", 16), Content("normal", 7, 0.5))
     made = [
         Entry(
@@ -45,14 +53,14 @@ def made_pack(*entries: tuple[str, ...], sm: int = 90, cuda: str = "13.0") -> Pa
             attrs={}, inputs=(operand, operand), weights=(),
             outputs=(Output("out", "float32", ("T", 16), 1e-5, 1e-5),), cache=None,
             check=StepCase(1, 1, 1, ((1, 778),)), timing=StepCase(4, 1, 1, ((4, 781),)), samples=(),
-            reference=Candidate("plain", "0", "", launches),
-            candidates=tuple(Candidate(name, f"{name} {index}", "", launches) for name in names),
+            reference=Candidate("plain", "0", "", launches("add")),
+            candidates=tuple(Candidate(n, f"{n}:{index}", "", launches(n)) for n in names),
         )
         for index, names in enumerate(entries)
     ]  # fmt: skip
-    kernel = Kernel("code.cubin", "add", 128, 0, 0, 2, False)
+    kernels = tuple(Kernel("code.cubin", symbol, 128, 0, 0, 2, False) for symbol in symbols)
     tools = ("fill_normal.float32", "fill_integers", "compare.float32", "compare_cache.float32")
-    pack = Pack("cuda:h200", sm, 132, cuda, (kernel,), dict.fromkeys(tools, 0), tuple(made))
+    pack = Pack("cuda:h200", sm, 132, cuda, kernels, dict.fromkeys(tools, 0), tuple(made), tuple(steps))
     return PackFile(pack, {"code.cubin": b"\x7fELF" + bytes(range(256)) * 8}, np.arange(5, dtype=np.float32))
 
 
@@ -73,5 +81,6 @@ def write_pack(tmp_path: Path) -> Callable[..., tuple[Path, Pack]]:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, ...]]:
     """The command of a worker of this folder, which finds the fakes."""
     monkeypatch.setattr(sys, "path", [*sys.path, *map(str, FAKES)])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, FAKES)))
+    paths = [*map(str, FAKES), *filter(None, sys.path)]  # the package as this process found it
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return lambda name: (sys.executable, "-W", "ignore", str(HERE / name))

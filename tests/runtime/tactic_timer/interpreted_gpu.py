@@ -7,8 +7,11 @@ gives the pack to the timing worker; "cubins" are descriptions of kernels. Print
 a message a line, after one that names the entry and its candidates.
 
 A job: {"op": op, "case": words of a case's label, "places": [[kind, rows]], "take": how many candidates,
-"spoil": {number of a candidate, or -1 for the reference: how}}. How is `wrong` (another value), `outside`
-(a guard is written), `unwritten`, `cache` (another layer is written), `raises` (the launch fails).
+"provider": of the candidates ("native"), "step": how often the op stands in a whole step (there is none),
+"spoil": {number of a candidate, or -1 for the reference: how}}. How is `wrong` (another value), `outside` (a
+guard is written), `unwritten`, `cache` (another layer is written), `raises` (the launch fails). Products of
+cuBLASLt are those of the library that STUB_CUBLASLT names (stub_cublaslt.py), whose later algorithms are the
+faster ones; without it there is none.
 """
 
 from __future__ import annotations
@@ -29,17 +32,19 @@ from fake_cuda import Launched
 from fake_kernels import compile_nothing
 from idle_gpu import IdleCuda
 from interpret_cuda import teach_bfloat16
+from stub_cublaslt import CALL, SYMBOL, capture_calls, compute, kernel_of
 
 from tapeout.compiler.tactics import gpu_pack
 from tapeout.compiler.tactics.gpu_contests import Contest, contests
+from tapeout.compiler.tactics.gpu_steps import StepContest
 from tapeout.plugins.case import cases
-from tapeout.plugins.cuda import CudaTarget, KernelSpec
+from tapeout.plugins.cuda import CUBLASLT, NATIVE, CudaTarget, KernelSpec
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.tactic_check.hashed import normals
 from tapeout.plugins.triton_aot import CompiledKernel
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.executors.cuda import driver
-from tapeout.runtime.tactic_timer import device, timing, worker
+from tapeout.runtime.executors.cuda import cublaslt, driver
+from tapeout.runtime.tactic_timer import device, timing, whole_step, worker
 from tapeout.runtime.tactic_timer.checking import Checker
 from tapeout.runtime.tactic_timer.pack import Candidate
 
@@ -64,6 +69,7 @@ class InterpretedCuda(IdleCuda):
         self._modules: dict[int, KernelSpec] = {}
         self._took_us: dict[int, float] = {}
         self.on_launch = self._run
+        self.products: ctypes.CDLL | None = None
 
     def cuModuleLoadData(self, cubin: bytes) -> tuple[Any, ...]:
         result = super().cuModuleLoadData(cubin)
@@ -83,6 +89,13 @@ class InterpretedCuda(IdleCuda):
         return result
 
     def _run(self, launched: Launched) -> None:
+        if launched.symbol == SYMBOL:
+            assert self.products is not None
+            ran = map(kernel_of, self.launched_outside)
+            assert kernel_of(launched) in ran, "a product was captured that had not run before"
+            compute(self.products, launched)
+            self.spend(50 - 10 * dict(zip(CALL, launched.values, strict=True))["algorithm"])
+            return
         spec: KernelSpec = self._modules[launched.symbol]  # type: ignore[index]
         self.spend(100 * launched.grid[0] * launched.grid[1] * launched.grid[2])
         if spec.function in {"fill_normal", "fill_cache"}:
@@ -124,9 +137,10 @@ def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _at(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """One element at an address: the interpreter takes the pointer and asks for no more."""
+    """Four bytes at an address: the interpreter takes the pointer and asks for no more. They are as many for
+    all types, since it takes pointers of two types to one address for one storage."""
     memory = (ctypes.c_uint8 * 4).from_address(address or ctypes.addressof(_NOTHING))
-    return torch.frombuffer(memory, dtype=dtype, count=1)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 class SpoilingChecker(Checker):
@@ -136,7 +150,8 @@ class SpoilingChecker(Checker):
 
     def _run(self, candidate: Candidate, outputs: Any, pool: int) -> None:
         super()._run(candidate, outputs, pool)
-        number = -1 if outputs is self._wanted else self._entry.candidates.index(candidate)
+        hashes = [c.kernel_hash for c in self._entry.candidates]
+        number = -1 if outputs is self._wanted else hashes.index(candidate.kernel_hash)
         how, out = self.spoil.get(number), outputs[0]
         if how == "raises":
             raise TapeoutError("CUDA: launching a kernel: CUDA_ERROR_INVALID_VALUE (made up by a test)")
@@ -153,11 +168,17 @@ class SpoilingChecker(Checker):
 
 def decisions(job: dict[str, Any]) -> list[Contest]:
     types = next(c.signature for c in cases(job["op"]) if job["case"] in c.label)
-    chosen = [c for c in contests({types.key(): types}, LIMITS, TARGET) if [c.kind, c.rows] in job["places"]]
+    found = contests({types.key(): types}, LIMITS, TARGET, providers={NATIVE, CUBLASLT})
+    chosen = [c for c in found if [c.kind, c.rows] in job["places"]]
 
     def some(contest: Contest) -> Contest:
-        """Some of those that can be interpreted, each with kernels of its own, promising ones and others."""
-        able = {c.kernel_hash: c for c in contest.contenders if c.chosen.tactic.interpretable}
+        """Some of those that can be tried here, each with kernels of its own, promising ones and others."""
+        provider = job.get("provider", NATIVE)
+        able = {
+            c.kernel_hash: c
+            for c in contest.contenders
+            if c.provider == provider and (provider != NATIVE or c.chosen.tactic.interpretable)
+        }
         step = max(1, len(able) // job["take"])
         return replace(contest, contenders=tuple(list(able.values())[::step][: job["take"]]))
 
@@ -171,19 +192,32 @@ def main() -> None:
     fake = InterpretedCuda()
     driver.cu = device.cu = fake
     worker.Checker = SpoilingChecker
+    stub = os.environ.get("STUB_CUBLASLT")
+    cublaslt._places = lambda file, wheel: [stub] if stub and file in stub else []
+    if stub:
+        fake.products = ctypes.CDLL(stub)
+        kept = capture_calls(fake.products, fake)
+        assert kept
     # Interpreted blocks cost milliseconds.
     timing._MAX_COPIES = timing._FIRST_CALLS = 2
     timing._REPLAYS = timing._MIN_REPLAYS = 1
     timing._GRAPH_US = worker._WARM_UP_US = 0.0
+    whole_step._MAX_TURNS, whole_step._ROUNDS, whole_step._MIN_ROUNDS = 2, 1, 1
     gpu = driver.Device(0)
     for job in map(json.loads, sys.argv[1:]):
         SpoilingChecker.spoil = {int(c): how for c, how in job.get("spoil", {}).items()}
-        file = gpu_pack.make_pack(decisions(job), LIMITS, TARGET, "cuda:sm_90")
+        found = decisions(job)
+        steps = [
+            StepContest(c.kind, c.rows, "", (c,) * job["step"], frozenset()) for c in found if "step" in job
+        ]
+        file = gpu_pack.make_pack(found, LIMITS, TARGET, "cuda:sm_90", steps=steps)
         timer = worker.Worker(file, gpu, device.l2_bytes(0), _tell)
         for index, entry in enumerate(file.pack.entries):
             names = [c.tactic for c in entry.candidates]
             _tell({"event": "title", "kind": entry.kind, "rows": entry.rows, "candidates": names})
             timer.run(index, {})
+        for index in range(len(file.pack.steps)):
+            timer.run_step(index)
         timer.close()
         _tell({"event": "end", "open": fake.open})
 

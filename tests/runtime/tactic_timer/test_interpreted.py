@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "executors"))
+from stub_cublaslt import compile_stub
+
 Told = list[dict[str, Any]]
 
 
@@ -36,13 +39,13 @@ WRONG = {
 }
 
 
-@pytest.fixture(scope="module")
-def told() -> dict[str, Told]:
+def run(jobs: dict[str, Any], **variables: str) -> dict[str, Told]:
     """The messages of every job; one process runs them all, since starting it takes seconds."""
-    here, jobs = Path(__file__).parent, {**RIGHT, **WRONG}
+    here = Path(__file__).parent
     fakes = [here, *(here.parents[1] / f for f in ("runtime/executors", "plugins", "compiler"))]
     command = [sys.executable, "-W", "ignore", "interpreted_gpu.py", *map(json.dumps, jobs.values())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, fakes))}
+    paths = [*map(str, fakes), *filter(None, sys.path)]  # the package as this process found it
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         command, cwd=here, env=environment, check=False, capture_output=True, text=True, timeout=600
     )
@@ -54,6 +57,30 @@ def told() -> dict[str, Told]:
             assert not any(message["open"].values())  # only the context outlives a pack
             found.append([])
     return dict(zip(jobs, found, strict=False))
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Told]:
+    return run({**RIGHT, **WRONG})
+
+
+STEPS = {
+    "linear_add": {**job("linear_add", "float32 96x64 bias", ("mixed", 8)), "step": 3},
+    "rope_attention": {**job("rope_attention", "float32 decode, qk norm", ("decode", 2)), "step": 2},
+}
+
+
+def test_whole_steps_of_right_kernels() -> None:
+    """Every layer over its own weights and its own part of the KV pool; a block takes as long as alone."""
+    for name, messages in run(STEPS).items():
+        (step,) = [m for m in messages if m["event"] == "step"]
+        alone = {m["candidate"]: m["time_us"] for m in messages if m["event"] == "outcome"}
+        assert step["time_us"] == pytest.approx(STEPS[name]["step"] * min(alone.values()))
+        assert step["alone_us"] == step["time_us"]
+        ((entry, winner),) = step["winners"]
+        assert (entry, alone[winner]) == (0, min(alone.values()))
+        phases = [m["phase"] for m in messages if "step" in m and m["event"] == "begin"]
+        assert phases == ["operands", *["time"] * (len(phases) - 1)]
 
 
 def outcomes(messages: Told) -> list[float | str]:
@@ -105,3 +132,33 @@ def test_a_wrong_reference_judges_nobody(told: dict[str, Told], name: str, reaso
     found = outcomes(told[name])
     assert len(found) == len(names(told[name])) > 0
     assert all(str(o).startswith("not judged: triton_") and reason in str(o) for o in found)
+
+
+PRODUCTS = {
+    "linear_add": ("linear_add", "bfloat16 96x64 bias", ("mixed", 8)),
+    "norm_linear": ("norm_linear", "bfloat16 96x64 bias", ("mixed", 8)),
+    "gated": ("norm_linear", "bfloat16 160x48 bias gelu_tanh", ("mixed", 8)),
+}
+
+
+def product_jobs() -> dict[str, Any]:
+    return {name: {**job(*place), "provider": "cublaslt"} for name, place in PRODUCTS.items()}  # type: ignore[arg-type]
+
+
+def test_products_of_a_library(tmp_path: Path) -> None:
+    """What is around a product is ours and real, the library is a stand-in whose first algorithm is wrong."""
+    told = run(product_jobs(), STUB_CUBLASLT=str(compile_stub(tmp_path)))
+    assert all(names(messages) == ["cublaslt"] for messages in told.values())
+    found = {n: next(m for m in messages if m["event"] == "outcome") for n, messages in told.items()}
+    for outcome in found.values():
+        assert outcome["time_us"] > 0, outcome
+        algorithm = outcome["algorithm"]
+        assert (algorithm["version"], algorithm["workspace_bytes"]) == (130100, 2048)
+        assert bytes.fromhex(algorithm["data"])[8] == 2  # the fastest of those that are right
+
+
+def test_a_machine_without_the_library() -> None:
+    (messages,) = run({"gated": product_jobs()["gated"]}, STUB_CUBLASLT="").values()
+    (outcome,) = [m for m in messages if m["event"] == "outcome"]
+    told = "libcublasLt was not found (pip install 'nvidia-cublas==13.*')"
+    assert (outcome["reason"], outcome["unavailable"]) == (told, True)

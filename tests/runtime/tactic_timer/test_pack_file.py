@@ -76,8 +76,8 @@ def test_every_length_is_checked(path: Path) -> None:
 
 
 def test_another_version_is_refused(path: Path) -> None:
-    with_header(path, lambda header: header["__metadata__"].update(pack_version="2"))
-    with pytest.raises(EngineIncompatibleError, match=r"has pack version 2, this tapeout reads 1") as caught:
+    with_header(path, lambda header: header["__metadata__"].update(pack_version="9"))
+    with pytest.raises(EngineIncompatibleError, match=r"has pack version 9, this tapeout reads 3") as caught:
         read_pack(path)
     assert "tapeout build MODEL --target TARGET --pack FILE" in str(caught.value.hint)
 

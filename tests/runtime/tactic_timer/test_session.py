@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tapeout.plugins.errors import EngineIncompatibleError, TapeoutError
-from tapeout.runtime.tactic_timer.pack import Pack
-from tapeout.runtime.tactic_timer.session import PackTimes, Result, time_pack
+from tapeout.runtime.tactic_timer.pack import Pack, WholeStep
+from tapeout.runtime.tactic_timer.session import PackTimes, Result, StepResult, time_pack
 
 Write = Callable[..., tuple[Path, Pack]]
 Worker = Callable[[str], tuple[str, ...]]
@@ -21,7 +21,7 @@ def timed(write_pack: Write, worker: Worker) -> Callable[..., PackTimes]:
     """Times entries with candidates of these names, by the scripted worker."""
 
     def run(*entries: tuple[str, ...], **options: object) -> PackTimes:
-        path, pack = write_pack(*entries)
+        path, pack = write_pack(*entries, steps=options.pop("steps", ()))
         return time_pack(path, pack, worker=worker("scripted_worker.py"), **options)  # type: ignore[arg-type]
 
     return run
@@ -106,6 +106,112 @@ def test_a_reference_that_crashes_costs_its_entry(write_pack: Write, worker: Wor
     times = time_pack(path, pack, worker=(*worker("")[:-1], str(script)))
     assert outcomes(times, 0) == ["the process ended with SIGABRT while preparing the reference"] * 2
     assert outcomes(times, 1) == [4]
+
+
+STEP = WholeStep("mixed", "", 4, (0, 1, 0, 1), ())
+OTHER = WholeStep("decode", "", 4, (1, 0), (1,))
+
+
+class TestSteps:
+    """Whole steps, after all that is timed alone."""
+
+    def test_who_is_fastest_alone_may_lose(self, timed: Callable[..., PackTimes]) -> None:
+        told: list[str] = []
+        entries = ("first100~150", "second104"), ("third50", "far90~1")
+        times = timed(*entries, steps=(STEP, OTHER), progress=told.append)
+        assert outcomes(times, 0) == [100, 104]
+        assert times.steps == {
+            0: StepResult(2 * (104 + 50), 2 * (150 + 50), {0: 1, 1: 0}),
+            1: StepResult(104 + 50, 150 + 50, {0: 1, 1: 0}),
+        }
+        assert (times.skipped_steps, times.restarts) == ({}, 0)
+        assert told[2:] == [
+            "1 of 2: the whole step at T = 4, mixed",
+            "2 of 2: the whole step at T = 4, decode",
+        ]
+
+    def test_who_is_fixed_stays(self, timed: Callable[..., PackTimes]) -> None:
+        times = timed(("a100", "b101"), ("c50~90", "d51"), steps=(STEP, OTHER))
+        assert [step.winners for step in times.steps.values()] == [{0: 0, 1: 1}, {0: 0, 1: 0}]
+
+    @pytest.mark.parametrize(
+        ("how", "reason"),
+        [
+            ("crash", "the process ended with SIGSEGV while timing the whole step at T = 4, mixed"),
+            ("fault", "CUDA_ERROR_ILLEGAL_ADDRESS while timing the whole step at T = 4, mixed"),
+            ("hang", "no answer within 1 s while timing the whole step at T = 4, mixed"),
+        ],
+    )
+    def test_a_fault_costs_one_step(self, timed: Callable[..., PackTimes], how: str, reason: str) -> None:
+        """Nothing that was told before is timed again: the next worker is told it."""
+        only_first = WholeStep("decode", "", 4, (0, 0), ())
+        told: list[str] = []
+        times = timed(
+            ("a100~150", "b104"), (f"c50~{how}",), steps=(STEP, only_first), step_timeout_s=1,
+            progress=told.append,
+        )  # fmt: skip
+        assert [outcomes(times, i) for i in range(2)] == [[100, 104], [50]]
+        assert times.steps == {0: StepResult(None, reason=reason), 1: StepResult(208, 300, {0: 1})}
+        assert times.restarts == 1
+        assert len([text for text in told if "add" in text]) == 2
+
+    def test_a_later_worker_knows_algorithms(self, timed: Callable[..., PackTimes]) -> None:
+        """A fault in the first step, so that the second is another process's."""
+        of_product = WholeStep("decode", "", 4, (1,), ())
+        times = timed(("a1~crash",), ("cublaslt",), steps=(STEP, of_product))
+        assert times.steps[1] == StepResult(1, 1, {1: 0})
+        assert times.results[1, 0].algorithm is not None
+
+    def test_what_nobody_can_compute_is_no_step(self, timed: Callable[..., PackTimes]) -> None:
+        times = timed(("wrong",), ("a1",), steps=(STEP,))
+        assert (times.steps, times.skipped_steps) == ({}, {0: "nothing was timed"})
+
+
+class TestStepsOfTheRealWorker:
+    """On a driver that times a kernel by what runs before it."""
+
+    @pytest.fixture
+    def timed(self, write_pack: Write, worker: Worker) -> Callable[..., PackTimes]:
+        def run(*entries: tuple[str, ...], steps: tuple[WholeStep, ...]) -> PackTimes:
+            path, pack = write_pack(*entries, steps=steps)
+            return time_pack(path, pack, worker=worker("neighbour_gpu.py"))
+
+        return run
+
+    def test_the_other_one_is_chosen(self, timed: Callable[..., PackTimes]) -> None:
+        entries = ("deep100~150", "flat110"), ("only30",), ("left20", "right21~18")
+        step = WholeStep("mixed", "", 4, (0, 1, 0, 2, 1), ())
+        times = timed(*entries, steps=(step,))
+        assert [outcomes(times, i) for i in range(3)] == [[100, 110], [30], [20, 21]]
+        assert times.steps == {0: StepResult(298, 380, {0: 1, 1: 0, 2: 1})}
+        assert times.restarts == 0
+
+    def test_a_launch_that_fails_costs_the_step(self, timed: Callable[..., PackTimes]) -> None:
+        other = WholeStep("decode", "", 4, (1, 1), ())
+        times = timed(("a100~fails",), ("b30",), steps=(STEP, other))
+        assert times.steps == {
+            0: StepResult(None, reason="CUDA: launching a step: fails"),
+            1: StepResult(60, 60, {1: 0}),
+        }
+        assert times.restarts == 0
+
+    def test_a_broken_context_costs_the_step(self, timed: Callable[..., PackTimes]) -> None:
+        other = WholeStep("decode", "", 4, (1, 1), ())
+        times = timed(("a100~breaks",), ("b30",), steps=(STEP, other))
+        reason = "CUDA: launching a step: breaks while timing the whole step at T = 4, mixed"
+        assert times.steps == {0: StepResult(None, reason=reason), 1: StepResult(60, 60, {1: 0})}
+        assert [outcomes(times, i) for i in range(2)] == [[100], [30]]
+        assert times.restarts == 1
+
+    def test_too_little_memory_skips_the_step(
+        self, timed: Callable[..., PackTimes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is timed alone fits."""
+        monkeypatch.setenv("FREE_IN_STEPS", "300")
+        times = timed(("a100",), ("b30",), steps=(STEP,))
+        assert [outcomes(times, i) for i in range(2)] == [[100], [30]]
+        assert times.steps == {}
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in times.skipped_steps[0]
 
 
 class TestRealWorker:

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from tapeout.cli.main import cli
 from tapeout.compiler.tactics import gpu_timing
 from tapeout.compiler.tactics.cache import TimingCache
-from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in
+from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, StepOutcome, gpus_in, plan_digest
 from tapeout.compiler.tactics.outcome import Outcome
-from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.tactic_timer.pack import Pack, WholeStep
 from tapeout.runtime.tactic_timer.session import time_pack
 
 Write = Callable[..., tuple[Path, Pack]]
@@ -64,8 +64,75 @@ def test_winners_and_losers_are_told_and_kept(
     assert result.stdout.endswith(f"wrote {cache}\n")
     timings = GpuTimings(TimingCache.load(cache), H200)
     place = ("add0(float32[T,16])", "mixed", "", 4)
-    assert timings.get(*place, "fast3 0") == Outcome(3)
-    assert timings.get(*place, "crash 0") == Outcome(None, CRASH)
+    assert timings.get(*place, "fast3:0") == Outcome(3)
+    assert timings.get(*place, "crash:0") == Outcome(None, CRASH)
+
+
+def test_what_is_lost_for_one_reason_is_told_once(
+    write_pack: Write, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    pack, _ = write_pack(("wrong", "a1"), ("b2", "wrong"), ("wrong", "crash", "c3"))
+    result = run(pack, "-o", tmp_path / "cache.json")
+    assert [line for line in result.stdout.splitlines() if line.startswith("lost")] == [
+        "lost: wrong at 3 places: output out: 3 of 8 elements differ",
+        f"lost: crash of add2(float32[T,16]) at T = 4, mixed: {CRASH}",
+    ]
+    assert "3 of 7 candidates timed, 4 lost, 1 restarts" in result.stdout
+
+
+class TestWholeSteps:
+    ENTRIES = (("first100~150", "second104"), ("third50",))
+    STEPS = (WholeStep("mixed", "", 4, (0, 1, 0), ()), WholeStep("decode", "batch 2", 4, (1,), ()))
+
+    def test_a_line_a_bucket(self, write_pack: Write, run: Callable[..., Result], tmp_path: Path) -> None:
+        pack, _ = write_pack(*self.ENTRIES, steps=self.STEPS)
+        result = run(pack, "-o", tmp_path / "cache.json")
+        mixed, decode = result.stdout.splitlines()[:2]
+        assert mixed == (
+            "step of 4 rows, mixed: 350.0 us with the fastest alone, 258.0 us (26.3% less) with others for "
+            "2 of 3 ops"
+        )
+        assert decode == "step of 4 rows, decode: 50.0 us with the fastest alone, which stay"
+
+    def test_times_and_winners_are_kept(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        pack, _ = write_pack(*self.ENTRIES, steps=self.STEPS)
+        data = json.loads(run(pack, "-o", tmp_path / "cache.json", "--json").stdout)
+        assert data["steps"][0] == {
+            "kind": "mixed", "rows": 4, "time_us": 258.0, "alone_us": 350.0, "changed": 2, "ops": 3,
+            "reason": None,
+        }  # fmt: skip
+        timings = GpuTimings(TimingCache.load(tmp_path / "cache.json"), H200)
+        add0, add1 = (f"add{i}(float32[T,16])" for i in range(2))
+        times = {add0: {"first100~150:0": 100.0, "second104:0": 104.0}, add1: {"third50:1": 50.0}}
+        outcome = timings.get_step((add0, add1, add0), "mixed", "", 4, plan_digest(times, frozenset()))
+        assert outcome == StepOutcome(258, 350, {add0: "second104:0", add1: "third50:1"})
+
+    def test_a_fault_is_kept_as_a_reason(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        """And all that was timed before it."""
+        pack, _ = write_pack(("a100~crash",), ("b50",), steps=self.STEPS)
+        result = run(pack, "-o", tmp_path / "cache.json")
+        reason = "the process ended with SIGSEGV while timing the whole step at T = 4, mixed"
+        assert result.stdout.splitlines()[0] == f"step of 4 rows, mixed: not timed: {reason}"
+        assert "2 of 2 candidates timed, 0 lost, 1 restarts" in result.stdout
+        timings = GpuTimings(TimingCache.load(tmp_path / "cache.json"), H200)
+        assert timings.get("add0(float32[T,16])", "mixed", "", 4, "a100~crash:0") == Outcome(100)
+        add0, add1 = (f"add{i}(float32[T,16])" for i in range(2))
+        plans = plan_digest({add0: {"a100~crash:0": 100.0}, add1: {"b50:1": 50.0}}, frozenset())
+        outcome = timings.get_step((add0, add1, add0), "mixed", "", 4, plans)
+        assert outcome == StepOutcome(None, reason=reason)
+
+    def test_what_is_skipped_is_not_kept(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        pack, _ = write_pack(("wrong",), ("b50",), steps=self.STEPS[:1])
+        result = run(pack, "-o", tmp_path / "cache.json")
+        assert "warning: skipped the whole step at T = 4, mixed: nothing was timed" in result.stdout
+        entries = TimingCache.load(tmp_path / "cache.json").entries.values()
+        assert not [entry for entry in entries if "order" in entry]
 
 
 def test_json_is_one_document(write_pack: Write, run: Callable[..., Result], tmp_path: Path) -> None:
@@ -113,8 +180,8 @@ class TestRefusals:
         self.refused(run(self.tmp_path / "none", "-o", cache), 2, "No such file")
         self.pack.write_bytes(data[:-5])
         self.refused(run(self.pack, "-o", cache), 3, "truncated")
-        self.pack.write_bytes(data.replace(b'"pack_version":"1"', b'"pack_version":"9"'))
-        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 1")
+        self.pack.write_bytes(data.replace(b'"pack_version":"3"', b'"pack_version":"9"'))
+        self.refused(run(self.pack, "-o", cache), 3, "has pack version 9, this tapeout reads 3")
         self.pack.write_bytes(b"text")
         self.refused(run(self.pack, "-o", cache), 3, "not a pack")
 
