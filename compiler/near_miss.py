@@ -56,7 +56,7 @@ def _late_selections(graph: Graph) -> list[fx.Node]:
 
 
 def _norm_behind(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
+    if node.target is operator.getitem and node.args[1] == 0:  # the other result is the sum
         node = node.args[0]
     return node.target in {torch.ops.tapeout.rms_norm.default, torch.ops.tapeout.add_rms_norm.default}
 
