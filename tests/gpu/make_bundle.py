@@ -40,7 +40,7 @@ PACK_LIMITS = {"max_batch_size": 8, "max_num_tokens": 128, "max_seq_len": 512}
 #: Models of the packs, each with further ops, or ops with further attributes.
 PACKED = ("llama", "qwen3", "gemma2")
 #: More tokens a step than any GPU has memory for.
-HUGE = {"max_num_tokens": 2**24}
+HUGE = {"max_num_tokens": 2**27}
 SAMPLED = {
     "english": {"temperature": 0.8, "top_k": 50, "seed": 1},
     "code": {"temperature": 1.0, "top_p": 0.9, "seed": 2},
