@@ -40,7 +40,7 @@ PACK_LIMITS = {"max_batch_size": 8, "max_num_tokens": 128, "max_seq_len": 512}
 #: Models of the packs, each with further ops, or ops with further attributes.
 PACKED = ("llama", "qwen3", "gemma2")
 #: More tokens a step than any GPU has memory for.
-HUGE = {"max_num_tokens": 2**27}
+HUGE = {"max_num_tokens": 2**24}
 SAMPLED = {
     "english": {"temperature": 0.8, "top_k": 50, "seed": 1},
     "code": {"temperature": 1.0, "top_p": 0.9, "seed": 2},
@@ -166,7 +166,7 @@ class Maker:
         self.build(self.tiny("llama"), self.folder / "other_sm.engine", other, "float32")
 
     def huge(self) -> None:
-        model = self.tiny("llama", num_hidden_layers=1, intermediate_size=8192)
+        model = self.tiny("llama", num_hidden_layers=2, intermediate_size=8192)
         self.build(model, self.folder / "huge.engine", self.target, "float32", **HUGE)
 
     def pack(self, dtype: str) -> None:
