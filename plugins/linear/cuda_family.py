@@ -216,8 +216,10 @@ def no_copy_engine(signature: OpSignature, target: CudaTarget) -> str | None:
         return f"SM {target.sm} has no bulk tensor copy engine"
     if signature.inputs[0].dtype != "bfloat16":
         return "float32 products run on the ordinary units"
-    if (k := int(signature.inputs[0].shape[-1])) % 8:
-        return f"rows of {k} elements are no multiple of 16 bytes"
+    # Tiles leave in units of 16 bytes as well: it would write beyond the last output.
+    for shape in (signature.inputs[0].shape, signature.outputs[0].shape):
+        if (columns := int(shape[-1])) % 8:
+            return f"rows of {columns} elements are no multiple of 16 bytes"
     return None
 
 

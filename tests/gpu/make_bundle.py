@@ -166,7 +166,7 @@ class Maker:
         self.build(self.tiny("llama"), self.folder / "other_sm.engine", other, "float32")
 
     def huge(self) -> None:
-        model = self.tiny("llama", num_hidden_layers=1, intermediate_size=8192)
+        model = self.tiny("llama", num_hidden_layers=2, intermediate_size=8192)
         self.build(model, self.folder / "huge.engine", self.target, "float32", **HUGE)
 
     def pack(self, dtype: str) -> None:
