@@ -20,10 +20,12 @@ from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_lis
 from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.loop import EngineLoop, LoopStats, StepRecord
+from tapeout.runtime.loop import EngineLoop
+from tapeout.runtime.observe import LoopStats
 from tapeout.runtime.output import RequestOutput
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Request, RequestTimes
 from tapeout.runtime.step import Executor
 from tapeout.runtime.stream import RequestStream

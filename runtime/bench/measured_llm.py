@@ -13,8 +13,8 @@ from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.llm import LLM
-from tapeout.runtime.loop import StepRecord
-from tapeout.runtime.scheduler.microbatch import StepPlan
+from tapeout.runtime.scheduler.plan import StepPlan
+from tapeout.runtime.scheduler.record import StepRecord
 
 #: Longest sleep while nothing runs and the next request is not due, in seconds.
 _NAP_SECONDS = 0.001

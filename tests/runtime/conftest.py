@@ -18,11 +18,14 @@ import pytest
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_cache import KvCache
-from tapeout.runtime.loop import EngineLoop, StepRecord
+from tapeout.runtime.loop import EngineLoop
+from tapeout.runtime.observe import Observer
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
+from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Finish, Request, RequestTimes
-from tapeout.runtime.step import FROM_SLOT, Logprob, StepInputs, StepResult
+from tapeout.runtime.step import FROM_SLOT, NO_IDS, Logprob, StepInputs, StepResult
 
 Script = Callable[[Sequence[int]], int]
 VOCAB = 23
@@ -83,7 +86,13 @@ class FakeExecutor:
         self.cached = np.zeros(self.limits.max_batch_size, dtype=np.int64)
         self.results: dict[int, StepResult | Exception] = {}
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
         assert 0 <= slot < self.limits.max_batch_size
         self.cached[slot] = 0
 
@@ -239,7 +248,8 @@ class Rig:
         assert len(held) == len(set(held)), "a page is held twice"
         assert len(held) + kv.pool.num_free == kv.num_pages, "a page leaked"
         assert self.executor.unread_pages() <= set(held), "a page was freed before its step ran"
-        assert len(held) <= self.loop.capacity.committed_pages <= kv.num_pages
+        if not self.loop.capacity.may_pause:
+            assert len(held) <= self.loop.capacity.committed_pages <= kv.num_pages
 
     def check_idle(self) -> None:
         assert self.loop.kv_cache.pool.num_free == self.executor.num_pages
@@ -255,6 +265,10 @@ def make_rig(
     max_num_tokens: int = 16,
     max_seq_len: int = 64,
     chunk_tokens: int | None = None,
+    capacity_policy: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
+    chunking_policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    overlap: bool = True,
+    observer: Observer | None = None,
     **executor_options: Any,
 ) -> Rig:
     limits = Limits(max_batch_size, max_num_tokens, max_seq_len, tokens_per_page)
@@ -269,10 +283,20 @@ def make_rig(
             max_seq_len=max_seq_len,
         ),
         CapacityScheduler(
-            num_pages=num_pages, tokens_per_page=tokens_per_page, max_batch_size=max_batch_size
+            num_pages=num_pages,
+            tokens_per_page=tokens_per_page,
+            max_batch_size=max_batch_size,
+            policy=capacity_policy,
         ),
-        MicroBatchScheduler(max_num_tokens=max_num_tokens, chunk_tokens=chunk_tokens),
+        MicroBatchScheduler(
+            max_num_tokens=max_num_tokens,
+            chunk_tokens=chunk_tokens,
+            tokens_per_page=tokens_per_page,
+            policy=chunking_policy,
+        ),
+        overlap=overlap,
         on_step=records.append,
+        observer=observer,
     )
     return Rig(executor, loop, records)
 

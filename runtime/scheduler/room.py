@@ -1,0 +1,58 @@
+"""Room for a planned step: who is paused when pages run out, and whose rows wait for the pages.
+
+Only MAX_UTILIZATION comes to this. Pages of a request that is part of a step not read yet are back in the
+pool one step later, so a pause may help the next step only; until then the rows that lack pages wait, the
+newest first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.scheduler.plan import Reason, StepPlan
+from tapeout.runtime.scheduler.running import Running
+
+
+def pages_short(plan: StepPlan, kv_cache: KvCache) -> bool:
+    """Whether the pool lacks pages for the step's rows."""
+    return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) > kv_cache.num_free
+
+
+def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, returning_pages: int) -> np.ndarray:
+    """int64: slots of the fewest requests whose pause gives the others their pages; newest first, by rank.
+
+    Args:
+        returning_pages: held by requests that have ended or were paused, and that only wait for a step.
+
+    The first by rank is never among them: any request fits into the pool alone.
+    """
+    order = running.order
+    need = np.zeros(len(running.planned), np.int64)
+    need[plan.slots] = kv_cache.missing_pages(plan.slots, plan.ends)
+    # Who is about to end brings its pages back without being paused.
+    ending = running.planned_tokens[order] >= running.max_tokens[order]
+    coming = kv_cache.num_free + returning_pages + int(kv_cache.held_pages(order[ending]).sum())
+    candidates = order[~ending]
+    held = kv_cache.held_pages(candidates).astype(np.int64)
+    # If the first k go on, they need this much, and this much comes from those behind them.
+    needed, given = np.cumsum(need[candidates]), held.sum() - np.cumsum(held)
+    stay = int(np.count_nonzero(needed <= coming + given))
+    return candidates[max(stay, 1) :][::-1]
+
+
+def fit_to_pages(plan: StepPlan, running: Running, kv_cache: KvCache) -> StepPlan:
+    """The plan with the rows for which there are pages now, and without those of paused requests."""
+    rows = ~running.planned[plan.slots]  # rows to take out
+    missing = kv_cache.missing_pages(plan.slots, plan.ends)
+    missing[rows] = 0
+    # Older ones first; who needs no page keeps its row.
+    position = np.zeros(len(running.planned), np.int64)
+    position[running.order] = np.arange(len(running.order))
+    turn = np.argsort(position[plan.slots], kind="stable")
+    too_many = np.zeros(len(rows), bool)
+    too_many[turn] = np.cumsum(missing[turn]) > kv_cache.num_free
+    without_pages = too_many & (missing > 0)
+    return plan.without(
+        rows | without_pages, ((Reason.NO_PAGES, plan.request_ids[without_pages]),) if without_pages.any() else ()
+    )
