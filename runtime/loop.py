@@ -28,9 +28,10 @@ from tapeout.runtime.packing import pack_step
 from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Held
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import StepPlan
+from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.record import Pause, StepRecord
-from tapeout.runtime.scheduler.request import PRIORITY_STEPS, Finish, FinishReason, Request
+from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
 from tapeout.runtime.scheduler.room import fit_to_pages, pages_short, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import Executor, Logprob, StepHandle, StepResult

@@ -52,7 +52,11 @@ def needs_full(params: SamplingParams) -> bool:
 
 
 def state_words(params: SamplingParams, num_sampled: int = 0) -> np.ndarray:
-    """int32 [SAMPLE_STATE_WORDS] of a request that has sampled so many ids; UnsupportedError for what `device_unsupported` names."""
+    """int32 [SAMPLE_STATE_WORDS] of a request that has sampled so many ids.
+
+    Raises:
+        UnsupportedError: for what `device_unsupported` names.
+    """
     if reason := device_unsupported(params):
         raise UnsupportedError(f"sampling parameters cannot be put on the device: {reason}")
     packed = struct.pack(

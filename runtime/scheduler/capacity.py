@@ -123,10 +123,9 @@ class CapacityScheduler:
         pages = self.worst_case_pages(request)
         if pages <= self.num_pages:
             return None
-        return (
-            f"{request.prompt_tokens} prompt tokens and {request.max_tokens} to generate need {pages} KV pages "
-            f"of {self.tokens_per_page} tokens; the pool has {self.num_pages}"
-        )
+        tokens = f"{request.prompt_tokens} prompt tokens and {request.max_tokens} to generate"
+        size = f"{pages} KV pages of {self.tokens_per_page} tokens"
+        return f"{tokens} need {size}; the pool has {self.num_pages}"
 
     def admit(
         self, waiting: WaitingQueue, running: Running, kv_cache: KvCache

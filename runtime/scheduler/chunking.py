@@ -64,7 +64,9 @@ class Chunking:
         low, high = 0, budget // unit + 1
         while high - low > 1:
             level = (low + high) // 2
-            low, high = (level, high) if int(np.minimum(wanted, level * unit).sum()) <= budget else (low, level)
+            low, high = (
+                (level, high) if int(np.minimum(wanted, level * unit).sum()) <= budget else (low, level)
+            )
         sizes = self._cut(starts, wanted, np.minimum(wanted, low * unit), least=0)
         # Then one unit more for the first ones, while there are any.
         more = self._cut(starts, wanted, np.minimum(wanted, sizes + unit), least=0) - sizes

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+#: What a level of priority is worth: a request is served as if it had come so many steps earlier. So it
+#: overtakes all that came within that time, and one that waited longer is not overtaken any more.
+PRIORITY_STEPS = 1_000
+#: Levels on either side of 0; the outermost are, for every practical purpose, strict.
+MAX_PRIORITY = 1_000_000
+
 
 class CapacityPolicy(StrEnum):
     """When a waiting request gets a slot and may hold pages."""

@@ -11,13 +11,6 @@ import numpy as np
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
 
-
-#: What a level of priority is worth: a request is served as if it had come so many steps earlier. So it
-#: overtakes all that came within that time, and one that waited longer is not overtaken any more.
-PRIORITY_STEPS = 1_000
-#: Levels on either side of 0; the outermost are, for every practical purpose, strict.
-MAX_PRIORITY = 1_000_000
-
 _NO_IDS = np.zeros(0, np.int32)
 
 

@@ -54,5 +54,6 @@ def fit_to_pages(plan: StepPlan, running: Running, kv_cache: KvCache) -> StepPla
     too_many[turn] = np.cumsum(missing[turn]) > kv_cache.num_free
     without_pages = too_many & (missing > 0)
     return plan.without(
-        rows | without_pages, ((Reason.NO_PAGES, plan.request_ids[without_pages]),) if without_pages.any() else ()
+        rows | without_pages,
+        ((Reason.NO_PAGES, plan.request_ids[without_pages]),) if without_pages.any() else (),
     )

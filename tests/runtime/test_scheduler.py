@@ -17,7 +17,7 @@ from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import Reason
-from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
+from tapeout.runtime.scheduler.policies import CapacityPolicy
 from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.request import Request, RequestTimes
 from tapeout.runtime.scheduler.running import Running
