@@ -29,16 +29,13 @@ def command(
     tapeout explain trace.jsonl --steps 100-150 --html steps.html
     """
     from tapeout.runtime.trace.reader import read_trace
-    from tapeout.runtime.trace.steps import StepBuilder
 
     stdout = standard_output()
     if html is not None:
         check_output(html, "--html", inputs=[trace], stream=True)
-    builder = StepBuilder(everybody=not summary_only)
     with writing():
         show(
             read_trace(trace),
-            builder,
             stdout,
             title=f"Steps of {trace.name}",
             steps=steps,

@@ -73,7 +73,6 @@ def command(
     from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
     from tapeout.runtime.simulator.simulate import SimulationOptions, simulate
     from tapeout.runtime.simulator.workload import Workload
-    from tapeout.runtime.trace.steps import StepBuilder
 
     options["policy"] = CapacityPolicy(options["policy"])
     options["chunking"] = ChunkingPolicy(options["chunking"])
@@ -82,11 +81,9 @@ def command(
     for path, name in ((html, "--html"), (trace, "--trace")):
         if path is not None:
             check_output(path, name, inputs=[workload], stream=True)
-    builder = StepBuilder(everybody=not summary_only)
     with Workload(workload) as requests, _written(simulate(requests, checked), trace) as events, writing():
         show(
             events,
-            builder,
             stdout,
             title=f"Simulation of {workload.name}",
             steps=steps,

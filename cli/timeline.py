@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -70,18 +70,22 @@ class Shown:
     steps: list[StepView] = field(default_factory=list)
     left_out: int = 0
 
+    def takes(self, step: int) -> bool:
+        """Whether a step that comes now will be kept."""
+        return self._chosen(step) and len(self.steps) < self.most
+
     def take(self, view: StepView) -> None:
-        if self.chosen is not None and not self.chosen.first <= view.step <= self.chosen.last:
-            return
-        if len(self.steps) < self.most:
+        if self.takes(view.step):
             self.steps.append(view)
-        else:
+        elif self._chosen(view.step):
             self.left_out += 1
+
+    def _chosen(self, step: int) -> bool:
+        return self.chosen is None or self.chosen.first <= step <= self.chosen.last
 
 
 def show(
     events: Iterable[dict[str, Any]],
-    builder: StepBuilder,
     stdout: IO[str],
     *,
     title: str,
@@ -94,15 +98,15 @@ def show(
     from tapeout.cli.results import open_output
     from tapeout.cli.timeline_html import page
     from tapeout.cli.timeline_text import summary_text, table_text
-    from tapeout.runtime.trace.steps import steps_of
+    from tapeout.runtime.trace.steps import StepBuilder, steps_of
 
     text, picture = Shown(steps, SHOWN_TEXT), Shown(steps, SHOWN_HTML)
-    takers: list[Callable[[StepView], None]] = []
-    if html is not None:
-        takers.append(picture.take)
+    shown = [picture] if html is not None else []
     if not as_json and not summary_only:
-        takers.append(text.take)
-    views = _each(steps_of(events, builder), takers)
+        shown.append(text)
+    all_steps = as_json and not summary_only
+    builder = StepBuilder(lambda step: all_steps or any(s.takes(step) for s in shown))
+    views = _each(steps_of(events, builder), shown)
     if as_json:
         _write_json(views, builder, stdout, summary_only)
     else:
@@ -117,10 +121,10 @@ def show(
         click.echo(f"wrote {html}", err=True)
 
 
-def _each(views: Iterator[StepView], takers: list[Callable[[StepView], None]]) -> Iterator[StepView]:
+def _each(views: Iterator[StepView], shown: list[Shown]) -> Iterator[StepView]:
     for view in views:
-        for take in takers:
-            take(view)
+        for taker in shown:
+            taker.take(view)
         yield view
 
 

@@ -44,15 +44,12 @@ def table_text(shown: Shown) -> str:
 
 
 def names_in(views: list[StepView]) -> list[str]:
-    """Requests that did something in these steps, in order of arrival as far as the steps tell."""
-    names: dict[str, None] = {}
-    there: set[str] = set()
+    """Requests that did something in these steps, in order of arrival."""
+    names: dict[str, int] = {}
     for view in views:
-        names |= dict.fromkeys(view.arrived)
-        cells = cells_of(view)
-        names |= dict.fromkeys(cells)
-        there |= cells.keys()
-    return [name for name in names if name in there]
+        for name in cells_of(view):
+            names.setdefault(name, view.numbers.get(name, 0))
+    return sorted(names, key=names.__getitem__)
 
 
 def cells_of(view: StepView) -> dict[str, str]:
@@ -107,7 +104,9 @@ def _decisions(views: list[StepView]) -> Iterator[str]:
 def _reasons(view: StepView) -> Iterator[tuple[str, str]]:
     yield from view.paused.items()
     yield from view.admitted.items()
-    yield from view.held.items()
+    for name, reason in view.held.items():
+        if ": behind " not in reason:  # the table shows them
+            yield name, reason
     for name, _, _, reason in view.context:
         yield name, reason
     for name, reason in view.finished.items():

@@ -134,7 +134,7 @@ class EngineLoop:
         if self.observer is not None:
             self.observer.on_arrival(request, self._next_step)
         if (refusal := self.capacity.refusal(request)) is not None:
-            self._fail(request, f"refused: {refusal}")
+            self._fail(request, refusal)
 
     def hand_over(self, request_id: str) -> None:
         """Give the sink of a running request the tokens it has not had, for a consumer that wants them now.

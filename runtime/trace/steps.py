@@ -7,7 +7,7 @@ after the next was planned, because ends are seen up to one step late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,11 @@ class StepView:
         ending: ids that run no more and whose last token has not been read.
         paused: id to reason, paused by this step. resting: ids that were paused and wait.
         finished: id to how it ended, in the order of the ends.
-        arrived: ids that came after the step before was planned.
+        numbers: id to number of arrival, of all that were there.
     """
 
     step: int
-    arrived: list[str] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
     context: list[tuple[str, int, int, str]] = field(default_factory=list)
     generation: list[str] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
@@ -104,16 +104,18 @@ class StepBuilder:
     """Takes events in their order and gives steps once they are complete.
 
     Args:
-        everybody: `held` names everybody who waits, not only the first: as many names a step as wait.
+        in_full: whether a step is wanted with everybody who waits in `held`, `resting` and `numbers`, and
+            not only the first of the queue: then it costs as much as there are. It is called with the
+            step's number, once for each step. None = never.
     """
 
-    def __init__(self, *, everybody: bool = True) -> None:
+    def __init__(self, in_full: Callable[[int], bool] | None = None) -> None:
         self.summary = Summary()
-        self._everybody = everybody
+        self._in_full = in_full
         self._waiting: dict[str, bool] = {}  # id to whether it was paused, in order of arrival
         self._arrived: dict[str, int] = {}  # of those that never ran
         self._views: deque[StepView] = deque()
-        self._came: list[str] = []  # since the last step was planned
+        self._numbers: dict[str, int] = {}  # of arrival, of those that have not ended
         self._early: dict[str, str] = {}  # ends before any step was there
         self._running = 0
 
@@ -127,7 +129,7 @@ class StepBuilder:
         elif kind == "arrived":
             self.summary.requests += 1
             self._waiting[event["id"]] = False
-            self._came.append(event["id"])
+            self._numbers[event["id"]] = self.summary.requests
             self._arrived[event["id"]] = event["step"]
             self.summary.most_waiting = max(self.summary.most_waiting, len(self._waiting))
         elif kind == "finished":
@@ -141,8 +143,8 @@ class StepBuilder:
             yield self._views.popleft()
 
     def _step(self, event: dict[str, Any]) -> StepView:
-        summary, view = self.summary, StepView(event["step"], arrived=self._came, finished=self._early)
-        self._came, self._early = [], {}
+        summary, view = self.summary, StepView(event["step"], finished=self._early)
+        self._early = {}
         for admitted in event.get("admitted", ()):
             name = admitted["id"]
             view.admitted[name] = admitted["reason"]
@@ -174,7 +176,8 @@ class StepBuilder:
         head = event.get("held")
         if head is not None:
             view.held[head["id"]] = head["reason"]
-        if self._everybody:
+        if self._in_full is not None and self._in_full(view.step):
+            view.numbers = dict(self._numbers)
             for name, was_paused in self._waiting.items():
                 if was_paused:
                     view.resting.append(name)
@@ -192,8 +195,8 @@ class StepBuilder:
         name, reason, summary = event["id"], event["reason"], self.summary
         summary.finished[reason] = summary.finished.get(reason, 0) + 1
         summary.output_tokens += event["output_tokens"]
-        waited = self._waiting.pop(name, None) is not None
-        if not waited:
+        self._numbers.pop(name, None)
+        if self._waiting.pop(name, None) is None:
             self._running -= 1
         if self._arrived.pop(name, None) is not None and reason == "error":
             if len(summary.refused) < _SHOWN_REFUSALS:
