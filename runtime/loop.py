@@ -54,7 +54,7 @@ class EngineLoop:
         overlap: plan the next step before a step is read. Without it host and executor take turns: for
             simulations in which an end is to show in the very step that brought it.
         clock: seconds, monotonic.
-        on_step: called with the record of every turn that planned rows.
+        on_step: called with the record of every step: every turn in which something was decided.
         observer: sees arrivals and ends, too.
     """
 
@@ -87,7 +87,7 @@ class EngineLoop:
         self._next_step = 0
         self._last_read = -1
         self._arrivals = 0
-        # Decided, and not yet part of a record: a turn may end without a step.
+        # Decided in this turn, for its record.
         self._admitted: list[Admission] = []
         self._paused: list[Pause] = []
         self._counts = dict.fromkeys(
@@ -184,6 +184,9 @@ class EngineLoop:
         if plan.num_sequences:
             self._tell(held, plan)
             self._submit(plan)
+        elif self._admitted or self._paused:  # all pages are still on their way back
+            self._tell(held, plan)
+            self._next_step += 1
         while len(self._in_flight) > (self._most_in_flight if plan.num_sequences else 0):
             self._read(self._in_flight[0])
         return self.has_work
@@ -216,7 +219,8 @@ class EngineLoop:
         short = int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - kv_cache.num_free
         draining = np.array([r.slot for r in self._draining.values()], np.int64)
         returning = int(kv_cache.held_pages(draining).sum())
-        for slot in slots_to_pause(plan, running, kv_cache, returning).tolist():
+        paused = slots_to_pause(plan, running, kv_cache, returning)
+        for slot in paused.tolist():
             request = running.request(slot)
             pages = int(kv_cache.held_pages(np.array([slot]))[0])
             self._paused.append(Pause(request.request_id, pages, short, int(running.planned_tokens[slot])))
@@ -226,7 +230,7 @@ class EngineLoop:
                 self._draining[request.request_id] = request
             else:
                 self._queue_again(request)
-        return fit_to_pages(plan, running, kv_cache)
+        return fit_to_pages(plan, running, kv_cache, paused)
 
     def _queue_again(self, request: Request) -> None:
         """A paused request gives back slot and pages; its tokens so far become context."""

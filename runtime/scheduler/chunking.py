@@ -73,7 +73,7 @@ class Chunking:
         fits = np.cumsum(more, dtype=np.int64) <= budget - int(sizes.sum())
         sizes += np.where(fits, more, 0).astype(sizes.dtype)
         if not sizes.any():
-            sizes[0] = min(budget, int(wanted[0]))
+            sizes[:1] = self._cut(starts[:1], wanted[:1], np.minimum(wanted[:1], budget))
         return sizes
 
     def _cut(self, starts: np.ndarray, whole: np.ndarray, sizes: np.ndarray, *, least: int = 1) -> np.ndarray:

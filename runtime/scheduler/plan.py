@@ -125,7 +125,7 @@ class StepPlan:
         return tuple(Skipped(name, reason) for reason, names in self.left_out for name in names.tolist())
 
     def without(self, rows: np.ndarray, left_out: tuple[tuple[Reason, np.ndarray], ...]) -> StepPlan:
-        """The plan without some rows; rows: [B] bool. `left_out` says of whom more it is to be told."""
+        """The plan without some rows, and with another `left_out`; rows: [B] bool."""
         kept = ~rows
         return replace(
             self,
@@ -135,5 +135,5 @@ class StepPlan:
             ends=self.ends[kept],
             samples=self.samples[kept],
             context_codes=self.context_codes[kept[: self.num_context]],
-            left_out=self.left_out + left_out,
+            left_out=tuple((reason, names) for reason, names in left_out if len(names)),
         )

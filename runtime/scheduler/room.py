@@ -41,19 +41,23 @@ def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, returnin
     return candidates[max(stay, 1) :][::-1]
 
 
-def fit_to_pages(plan: StepPlan, running: Running, kv_cache: KvCache) -> StepPlan:
-    """The plan with the rows for which there are pages now, and without those of paused requests."""
-    rows = ~running.planned[plan.slots]  # rows to take out
+def fit_to_pages(plan: StepPlan, running: Running, kv_cache: KvCache, paused: np.ndarray) -> StepPlan:
+    """The plan with the rows for which there are pages now, and without those of `paused` slots."""
+    gone = np.zeros(len(running.planned), bool)
+    gone[paused] = True
+    rows = gone[plan.slots]  # rows to take out
     missing = kv_cache.missing_pages(plan.slots, plan.ends)
     missing[rows] = 0
     # Older ones first; who needs no page keeps its row.
-    position = np.zeros(len(running.planned), np.int64)
+    position = np.zeros(len(gone), np.int64)
     position[running.order] = np.arange(len(running.order))
     turn = np.argsort(position[plan.slots], kind="stable")
     too_many = np.zeros(len(rows), bool)
     too_many[turn] = np.cumsum(missing[turn]) > kv_cache.num_free
-    without_pages = too_many & (missing > 0)
-    return plan.without(
-        rows | without_pages,
-        ((Reason.NO_PAGES, plan.request_ids[without_pages]),) if without_pages.any() else (),
-    )
+    rest = too_many & (missing > 0)
+    names = set(running.request_ids[paused].tolist())
+    left_out = [
+        (reason, np.array([n for n in left.tolist() if n not in names], object))
+        for reason, left in plan.left_out
+    ]
+    return plan.without(rows | rest, (*left_out, (Reason.NO_PAGES, plan.request_ids[rest])))

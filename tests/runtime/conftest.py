@@ -101,6 +101,11 @@ class FakeExecutor:
         self.steps.append(inputs)
         self.events.append(("submit", index))
         check_inputs(inputs, self.limits, self.num_pages)
+        owners = self.unread_owners()
+        for slot, pages in zip(inputs.slots.tolist(), inputs.page_table.tolist(), strict=True):
+            assert all(owners.get(page, slot) == slot for page in pages), (
+                "a page was freed before its step ran"
+            )
         starts = inputs.kv_lens - np.diff(inputs.cu_q)
         assert (starts == self.cached[inputs.slots]).all(), "a sequence must go on where it stopped"
         self.cached[inputs.slots] = inputs.kv_lens
@@ -117,6 +122,19 @@ class FakeExecutor:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def unread_owners(self) -> dict[int, int]:
+        """Page to slot, of steps that were submitted and have not run."""
+        done = self.results.keys() | self.refuse_steps
+        first = max(self.results, default=-1) + 1  # they run in order
+        waiting = [self.steps[i] for i in range(first, len(self.steps) - 1) if i not in done]
+        return {
+            page: slot
+            for step in waiting
+            for slot, pages in zip(step.slots.tolist(), step.page_table.tolist(), strict=True)
+            for page in pages
+            if page >= 0
+        }
 
     def unread_pages(self) -> set[int]:
         """Pages of steps that were submitted and have not run."""

@@ -7,13 +7,21 @@ filled with the wrong tokens changes what a request gets.
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tapeout.runtime.scheduler.plan import Reason
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
@@ -56,7 +64,7 @@ class Scheduling(RuleBasedStateMachine):
         self.may_fail: set[str] = set()
         self.aborted: set[str] = set()
         self.waited: dict[str, int] = {}
-        self.seen = 0
+        self.rig.loop.on_step = self.check_record  # while the step is planned, so that state is its own
         self.context_was_left_out = False
 
     @rule(
@@ -93,19 +101,15 @@ class Scheduling(RuleBasedStateMachine):
             self.rig.check_pages()
 
     def one_turn(self) -> bool:
-        failing = self.rig.executor.fail_steps | self.rig.executor.refuse_steps
         busy: bool = self.rig.loop.step()
         self.rig.check_pages()
-        for record in self.rig.records[self.seen :]:
-            self.check_record(record)
-        for step in range(self.seen, len(self.rig.records)):
-            if step in failing:
-                self.may_fail |= {s.request_id for s in self.rig.records[step].plan.scheduled}
-        self.seen = len(self.rig.records)
         return busy
 
     def check_record(self, record: StepRecord) -> None:
         plan, requests, most = record.plan, self.rig.requests, self.options
+        executor = self.rig.executor
+        if len(executor.steps) in executor.fail_steps | executor.refuse_steps:
+            self.may_fail |= {s.request_id for s in plan.scheduled}
         assert plan.num_tokens <= most["max_num_tokens"]
         assert plan.num_sequences <= most["max_batch_size"]
         named = [s.request_id for s in plan.scheduled] + [s.request_id for s in plan.skipped]
@@ -118,7 +122,9 @@ class Scheduling(RuleBasedStateMachine):
         if record.paused:
             assert most["capacity_policy"] is CapacityPolicy.MAX_UTILIZATION
             newest = min(requests[p.request_id].rank for p in record.paused)
-            others = [requests[name].rank for name in named]
+            # Who only waits for its last token gives its pages back without being paused.
+            ending = {s.request_id for s in plan.skipped if s.reason is Reason.ALL_PLANNED}
+            others = [requests[name].rank for name in named if name not in ending]
             assert all(rank < newest for rank in others), "the oldest are kept"
         self.check_waits(record)
 
@@ -174,9 +180,8 @@ def state_machine(fakes: SimpleNamespace) -> type[Scheduling]:
     return type("BoundScheduling", (Scheduling,), {"fakes": fakes})
 
 
-def test_any_course_of_events(state_machine: type[Scheduling]) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
+def test_any_course_of_events(state_machine: type[Scheduling], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="tapeout")  # steps fail all the time
     run_state_machine_as_test(
-        state_machine, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
+        state_machine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
     )
