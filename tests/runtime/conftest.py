@@ -40,6 +40,12 @@ def hashed_next_id(tokens: Sequence[int]) -> int:
     return state % VOCAB
 
 
+def rarely_ending_id(tokens: Sequence[int]) -> int:
+    """The same, but only every fourth of its EOS ids is one."""
+    token = hashed_next_id(tokens)
+    return token if token != EOS or len(tokens) % 4 == 0 else 1
+
+
 def expected_ids(
     prompt: Sequence[int], max_tokens: int, script: Script = hashed_next_id, eos: int = EOS
 ) -> list[int]:
@@ -327,6 +333,7 @@ def fakes() -> types.SimpleNamespace:
         FakeExecutor=FakeExecutor,
         expected_ids=expected_ids,
         hashed_next_id=hashed_next_id,
+        rarely_ending_id=rarely_ending_id,
         VOCAB=VOCAB,
         EOS=EOS,
     )
