@@ -179,8 +179,8 @@ class EngineLoop:
         """Plan and submit one step, then read the one before; True while there is work."""
         held = self._admit()
         plan = self.microbatch.plan(self._next_step, self.running)
-        if self.capacity.may_pause and pages_short(plan, self.kv_cache):
-            plan = self._make_room(plan)
+        if self.capacity.may_pause and (short := pages_short(plan, self.kv_cache)) > 0:
+            plan = self._make_room(plan, short)
         if plan.num_sequences:
             self._tell(held, plan)
             self._submit(plan)
@@ -213,10 +213,9 @@ class EngineLoop:
                 self._fail(request, error)
         return held
 
-    def _make_room(self, plan: StepPlan) -> StepPlan:
+    def _make_room(self, plan: StepPlan, short: int) -> StepPlan:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
-        short = int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - kv_cache.num_free
         draining = np.array([r.slot for r in self._draining.values()], np.int64)
         returning = int(kv_cache.held_pages(draining).sum())
         paused = slots_to_pause(plan, running, kv_cache, returning)

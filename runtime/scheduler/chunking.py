@@ -22,39 +22,41 @@ class Chunking:
     limit: int
     tokens_per_page: int
 
-    def sizes(self, starts: np.ndarray, rest: np.ndarray, last_step: np.ndarray, budget: int) -> np.ndarray:
-        """int32 [C] tokens for each of C requests, 0 for those that have to wait; at most `budget` in all.
+    def sizes(
+        self, starts: np.ndarray, rest: np.ndarray, last_step: np.ndarray, budget: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens for each of C requests, int32 [C], and what each would get with tokens to spare, int32 [C].
+
+        The first is 0 for those that have to wait, and at most `budget` in all.
 
         Args:
             starts, rest: [C] position where each goes on, and tokens left of its context, at least 1.
             last_step: [C] the step each ran in last. Under EQUAL_PROGRESS, when not even a page's worth
                 for each is there, those that waited longest are served.
         """
-        wanted = self.wanted(starts, rest)
+        wanted = self._cut(starts, rest, np.minimum(rest, self.limit))
+        ends = np.cumsum(wanted, dtype=np.int64)
+        if int(ends[-1]) <= budget:
+            return wanted, wanted
         if self.policy is not ChunkingPolicy.EQUAL_PROGRESS:
-            return self._in_order(starts, rest, wanted, budget)
-        if int(wanted.sum()) <= budget:
-            return wanted
+            return self._in_order(starts, wanted, ends, budget), wanted
         turn = np.argsort(last_step, kind="stable")
         sizes = np.empty_like(wanted)
         sizes[turn] = self._equal(starts[turn], wanted[turn], budget)
-        return sizes
+        return sizes, wanted
 
-    def wanted(self, starts: np.ndarray, rest: np.ndarray) -> np.ndarray:
-        """int32 [C]: what each would get alone, with tokens to spare."""
-        return self._cut(starts, rest, np.minimum(rest, self.limit))
-
-    def _in_order(self, starts: np.ndarray, rest: np.ndarray, wanted: np.ndarray, budget: int) -> np.ndarray:
+    def _in_order(self, starts: np.ndarray, wanted: np.ndarray, ends: np.ndarray, budget: int) -> np.ndarray:
         """All that is wanted for the first ones, what is left for the next, nothing for the others."""
-        ends = np.cumsum(wanted, dtype=np.int64)
         served = int(np.searchsorted(ends, budget, side="right"))
         sizes = wanted.copy()
         sizes[served:] = 0
         # A forced chunk is whole or none; the very first is cut all the same, or it might never run.
-        if served < len(wanted) and (served == 0 or self.policy is not ChunkingPolicy.FORCE_CHUNK):
+        if served == 0 or self.policy is not ChunkingPolicy.FORCE_CHUNK:
             left = budget - (int(ends[served - 1]) if served else 0)
             one = slice(served, served + 1)
-            sizes[one] = self._cut(starts[one], rest[one], np.array([left], np.int32), least=int(served == 0))
+            sizes[one] = self._cut(
+                starts[one], wanted[one], np.array([left], np.int32), least=int(served == 0)
+            )
         return sizes
 
     def _equal(self, starts: np.ndarray, wanted: np.ndarray, budget: int) -> np.ndarray:

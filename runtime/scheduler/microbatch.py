@@ -98,9 +98,9 @@ class MicroBatchScheduler:
         """int32 [C] tokens of each request in context, and int8 [C] why so many."""
         starts = running.cached_tokens[context]
         rest = running.context_tokens[context] - starts
-        sizes = self._chunking.sizes(starts, rest, running.last_step[context], budget)
+        sizes, wanted = self._chunking.sizes(starts, rest, running.last_step[context], budget)
         as_large_as_can_be, smaller = self._codes
-        codes = np.where(sizes == self._chunking.wanted(starts, rest), as_large_as_can_be, smaller)
+        codes = np.where(sizes == wanted, as_large_as_can_be, smaller)
         return sizes, np.where(sizes == rest, LAST_CHUNK, codes).astype(np.int8)
 
 

@@ -14,9 +14,9 @@ from tapeout.runtime.scheduler.plan import Reason, StepPlan
 from tapeout.runtime.scheduler.running import Running
 
 
-def pages_short(plan: StepPlan, kv_cache: KvCache) -> bool:
-    """Whether the pool lacks pages for the step's rows."""
-    return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) > kv_cache.num_free
+def pages_short(plan: StepPlan, kv_cache: KvCache) -> int:
+    """Pages that the pool lacks for the step's rows; 0 or less when there are enough."""
+    return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - kv_cache.num_free
 
 
 def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, returning_pages: int) -> np.ndarray:

@@ -82,9 +82,7 @@ def test_a_paused_request_streams_on(
     tiny_engine: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]
 ) -> None:
     with LLM(tiny_engine, capacity_policy="max_utilization", max_tokens_in_kv_cache=144) as llm:
-        streams = [
-            llm.stream({"prompt_token_ids": ids}, p) for ids, p in zip(prompts, params(), strict=True)
-        ]
+        streams = [llm.stream({"prompt_token_ids": ids}, p) for ids, p in zip(prompts, params(), strict=True)]
         got = [tuple(i for delta in stream for i in delta.outputs[0].token_ids) for stream in streams]
         assert llm.stats().pauses > 0
     assert got == alone
