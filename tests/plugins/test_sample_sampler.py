@@ -93,7 +93,7 @@ def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
     "options",
     [
         {"repetition_penalty": 1.4, "frequency_penalty": 0.9, "presence_penalty": 0.3},
-        {"min_tokens": 9, "stop_token_ids": tuple(range(0, V, 2))},
+        {"min_tokens": 9, "stop_token_ids": tuple(range(1, V, 2))},
         {"temperature": 0.9, "seed": 3, "frequency_penalty": 1.5},
     ],
 )
