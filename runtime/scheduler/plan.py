@@ -106,19 +106,23 @@ class StepPlan:
     @cached_property
     def scheduled(self) -> tuple[Scheduled, ...]:
         """All sequences in packed order."""
-        columns = (self.request_ids, self.slots, self.starts, self.sizes, self.samples)
-        reasons = [CONTEXT_REASONS[code] for code in self.context_codes.tolist()]
-        reasons += [Reason.GENERATION] * (self.num_sequences - self.num_context)
-        rows = zip(*(c.tolist() for c in columns), reasons, strict=True)
-        return tuple(Scheduled(*row) for row in rows)
+        return self.context + self._rows(slice(self.num_context, None))
 
-    @property
+    @cached_property
     def context(self) -> tuple[Scheduled, ...]:
-        return self.scheduled[: self.num_context]
+        """Those in context, which are few even where many generate."""
+        return self._rows(slice(0, self.num_context))
 
     @property
     def generation(self) -> tuple[Scheduled, ...]:
         return self.scheduled[self.num_context :]
+
+    def _rows(self, part: slice) -> tuple[Scheduled, ...]:
+        reasons = [CONTEXT_REASONS[code] for code in self.context_codes.tolist()]
+        reasons += [Reason.GENERATION] * (self.num_sequences - self.num_context)
+        columns = (self.request_ids, self.slots, self.starts, self.sizes, self.samples)
+        rows = zip(*(c[part].tolist() for c in columns), reasons[part], strict=True)
+        return tuple(Scheduled(*row) for row in rows)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:

@@ -17,10 +17,11 @@ from tapeout.runtime.new_loop import SchedulerOptions, new_loop
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.request import Finish, Request, RequestTimes
 from tapeout.runtime.simulator.executor import ScriptedExecutor
-from tapeout.runtime.simulator.workload import Arrival, Workload
+from tapeout.runtime.simulator.workload import MAX_TOKENS, Arrival, Workload
 from tapeout.runtime.trace.writer import EventMaker, start_event
 
-_ZERO = np.zeros(1, np.int32)
+#: One zero, however long: what a prompt holds is never looked at.
+_ZEROS = np.broadcast_to(np.zeros(1, np.int32), MAX_TOKENS)
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 _MOST_SLOTS, _MOST_TOKENS, _MOST_PAGES = 65_536, 2**24, 2**24
 
@@ -120,8 +121,7 @@ def _loop(options: SimulationOptions, longest_tokens: int, observer: EventMaker)
 def _request(arrival: Arrival) -> Request:
     return Request(
         request_id=arrival.id,
-        # One zero, however long: what a prompt holds is never looked at.
-        prompt_token_ids=np.broadcast_to(_ZERO, arrival.prompt_tokens),
+        prompt_token_ids=_ZEROS[: arrival.prompt_tokens],
         params=_GREEDY,
         max_tokens=arrival.max_tokens,
         sink=_NoSink(),
