@@ -8,7 +8,8 @@ and of the core's other thread, and the least says more about the program:
 
 - decode: all of them generate, nobody begins or ends;
 - mixed: an eighth of them reads its context, under each chunking policy in turn;
-- churn: the same, and in every step one of the running ends and one of those that wait takes its slot;
+- churn: the same, and in every step one of the running ends one of those that wait takes its slot,
+  and another one comes to wait;
 - short: MAX_UTILIZATION without a free page, so that every step pauses the newest and replans.
 
 The loop and the schedulers are the real ones; the executor does nothing (runtime/simulator). Time of a step
@@ -88,10 +89,11 @@ class Bench:
         self.loop.add(Request(name, ids, _GREEDY, max_tokens, NoSink(), times, watched=False))
 
     def churn(self) -> None:
-        """End the request that runs longest of those that generate."""
+        """End the request that runs longest of those that generate; another one comes to wait."""
         running = self.loop.running
         slot = next(s for s in running.order.tolist() if running.output_tokens[s])
         self.loop.abort(running.request(slot).request_id)
+        self.add(1)
 
     def _settled(self, generating: int) -> bool:
         return int((self.loop.running.output_tokens > 2).sum()) >= generating
