@@ -8,9 +8,9 @@ and of the core's other thread, and the least says more about the program:
 
 - decode: all of them generate, nobody begins or ends;
 - mixed: an eighth of them reads its context, under each chunking policy in turn;
-- churn: the same, and in every step one of the running ends one of those that wait takes its slot,
-  and another one comes to wait;
-- short: MAX_UTILIZATION without a free page, so that every step pauses the newest and replans.
+- churn: the same, and in every step one of the running ends, one of those that wait takes its
+  slot, and another one comes to wait;
+- short: MAX_UTILIZATION without a free page, so that every step pauses the newest.
 
 The loop and the schedulers are the real ones; the executor does nothing (runtime/simulator). Time of a step
 is that of `EngineLoop.step` up to the packing of its inputs.
