@@ -6,17 +6,18 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 from tapeout.cli.run_options import DEFAULT_MAX_TOKENS
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams, shown, surrogate_problem
+from tapeout.runtime.scheduler.policies import MAX_PRIORITY
 
 #: Exactly one of these says what the model reads.
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+KNOWN_FIELDS = ("id", "priority", *PROMPT_FIELDS, *SAMPLING_FIELDS)
 
 TITLE_CHARACTERS = 60
 
@@ -29,7 +30,7 @@ class Request:
     """What one request reads and how its tokens are chosen.
 
     Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `id` is the user's name for
-    it, repeated in the result.
+    it, repeated in the result. Of larger `priority` is served earlier.
     """
 
     params: SamplingParams
@@ -37,6 +38,7 @@ class Request:
     prompt: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    priority: int = 0
 
     def title(self) -> str:
         """One short line that tells the request from its neighbours."""
@@ -129,8 +131,17 @@ def _from_line(line: str, style: ChatStyle, make: MakeParams) -> Request:
         params = make({name: data[name] for name in SAMPLING_FIELDS if name in data})
     except UsageError as error:
         problems.append(error.message)
+    priority = 0 if data.get("priority") is None else data["priority"]
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        problems.append(
+            f"priority = {shown(priority)}, expected an integer from {-MAX_PRIORITY:,} to {MAX_PRIORITY:,}"
+        )
     if problems or params is None:
         raise UsageError("\n".join(problems))
+    return replace(_request(data, style, params), priority=priority)
+
+
+def _request(data: Mapping[str, Any], style: ChatStyle, params: SamplingParams) -> Request:
     if "prompt" in data:
         return style.request(data["prompt"], params, data.get("id"))
     if "messages" in data:

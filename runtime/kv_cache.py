@@ -90,8 +90,22 @@ class KvCache:
     def num_pages(self) -> int:
         return self.pool.num_pages
 
+    @property
+    def num_free(self) -> int:
+        """Pages that `grow` can give."""
+        return self.pool.num_free
+
     def pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.tokens_per_page)
+
+    def held_pages(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages that come back when a slot is freed."""
+        held: np.ndarray = self._num_used[slots]
+        return held
+
+    def missing_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages each of the slots lacks to hold its `num_tokens` tokens."""
+        return np.maximum(-(-num_tokens // self.tokens_per_page) - self._num_used[slots], 0)
 
     def pages_of(self, slot: int) -> list[int]:
         """The slot's pages, in order of the tokens they hold."""

@@ -13,8 +13,8 @@ from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.llm import LLM
-from tapeout.runtime.loop import StepRecord
-from tapeout.runtime.scheduler.microbatch import StepPlan
+from tapeout.runtime.scheduler.plan import StepPlan
+from tapeout.runtime.scheduler.record import StepRecord
 
 #: Longest sleep while nothing runs and the next request is not due, in seconds.
 _NAP_SECONDS = 0.001
@@ -120,7 +120,7 @@ class MeasuredLLM(LLM):
     def set_limits(self, max_batch_size: int, max_num_tokens: int) -> None:
         """Run with other limits at or below the engine's from now on; nothing may be running."""
         self._loop.abort_all()
-        self._loop = self._new_loop(max_batch_size, max_num_tokens)
+        self._loop = self._new_loop(self._options.with_limits(max_batch_size, max_num_tokens))
 
     def _has_room(self, max_concurrency: int) -> bool:
         stats = self._loop.stats()

@@ -21,7 +21,7 @@ from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_bud
 from tapeout.runtime.executors.step_check import NO_TOKEN, forget_ids
 from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.step import StepInputs, StepResult
+from tapeout.runtime.step import NO_IDS, StepInputs, StepResult
 
 R = TypeVar("R")
 
@@ -82,8 +82,14 @@ class CpuExecutor:
             self._replay.prepare_weights()
         laps.lap("weights")
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
-        """Bind a slot to a new request. A failure surfaces from the slot's next step."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
+        """Bind a slot to a request. A failure surfaces from the slot's next step."""
         if not 0 <= slot < self.limits.max_batch_size:
             raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
 
@@ -91,7 +97,7 @@ class CpuExecutor:
             self._last_ids[slot] = NO_TOKEN
             self._refused.pop(slot, None)
             try:
-                self._sampler.admit(slot, params, prompt_token_ids)
+                self._sampler.admit(slot, params, prompt_token_ids, output_token_ids)
             except Exception as error:
                 self._refused[slot] = error
 

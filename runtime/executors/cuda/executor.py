@@ -27,7 +27,7 @@ from tapeout.runtime.executors.cuda.weights import DeviceWeights
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
 from tapeout.runtime.executors.step_check import NO_TOKEN, StepChecker, forget_ids
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.step import StepHandle, StepInputs, StepResult
+from tapeout.runtime.step import NO_IDS, StepHandle, StepInputs, StepResult
 
 logger = logging.getLogger("tapeout")
 
@@ -163,8 +163,14 @@ class CudaExecutor:
             raise budget_error(what, lines, free) from None
         self._steps, self._sampled = memory.step, memory.sampling
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
-        """Bind a slot to a new request's sampling state."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
+        """Bind a slot to a request's sampling state."""
         if not 0 <= slot < self.limits.max_batch_size:
             raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
         with self._lock:
@@ -172,12 +178,14 @@ class CudaExecutor:
             self._last_ids[slot] = NO_TOKEN
             on_host = device_unsupported(params) is not None
             if on_host:
-                self._sampler.admit(slot, params, prompt_token_ids)
+                self._sampler.admit(slot, params, prompt_token_ids, output_token_ids)
                 params = SamplingParams(temperature=0)  # what the device samples is not used
             self._on_host[slot], self._full[slot] = on_host, on_host or needs_full(params)
             self._top_logprobs[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
             masked = ending_ids(params, self._eos_token_ids, self._vocab_size)
-            self._sampled.admit(slot, Admission(params, prompt_token_ids, masked), self._stream)
+            self._sampled.admit(
+                slot, Admission(params, prompt_token_ids, output_token_ids, masked), self._stream
+            )
 
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Queue a step: one copy, one graph launch, one copy back; returns at once.
