@@ -15,6 +15,7 @@ import numpy as np
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob, SampleResult
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache.pages import PageCopies
 
 __all__ = ["FROM_SLOT", "Executor", "Logprob", "StepHandle", "StepInputs", "StepResult"]
 
@@ -55,11 +56,10 @@ class StepHandle(Protocol):
         """Wait for the step; raises what the executor raised."""
 
 
-class Executor(Protocol):
-    """Replays the engine's program. Steps run in the order submitted."""
+class Executor(PageCopies, Protocol):
+    """Replays the engine's program and copies pages. Steps run in the order submitted."""
 
     limits: Limits
-    num_pages: int
 
     def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
         """Bind a slot to a new request's sampling state; ordered with steps."""

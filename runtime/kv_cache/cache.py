@@ -1,0 +1,380 @@
+"""The KV cache: which pages every slot holds, and what it takes from and leaves to the prefix cache.
+
+Only bookkeeping: the memory itself belongs to the executor. Page ids are indices into its pool.
+Misuse raises RuntimeError, because it is a fault of the runtime and never of a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tapeout.plugins.errors import UsageError
+from tapeout.runtime.kv_cache.events import EventBuffer
+from tapeout.runtime.kv_cache.options import PrefixCacheOptions
+from tapeout.runtime.kv_cache.pages import PageCopy, pages_for
+from tapeout.runtime.kv_cache.pool import PagePool
+from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, PageNode, RadixTree, page_hash
+from tapeout.runtime.kv_cache.retention import KvCacheRetentionConfig
+from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
+from tapeout.runtime.kv_cache.tables import PageTables
+
+#: `token_ids(start, end)`: int32 ids of a request, prompt and output, at these positions.
+TokenIds = Callable[[int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class CacheUser:
+    """What the cache has to know of a request beside its ids.
+
+    adapter, salt: must be equal for pages to be shared. retention: how long its pages are worth keeping.
+    """
+
+    adapter: str | None = None
+    salt: str | None = None
+    retention: KvCacheRetentionConfig | None = None
+
+
+@dataclass(frozen=True)
+class AdmissionPages:
+    """What admitting a request takes from the pool.
+
+    needed: pages of its worst case that nobody holds yet. available: pages that are neither held nor
+    promised to anybody. match: what `attach` takes from the cache.
+    """
+
+    needed: int
+    available: int
+    match: PrefixMatch
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+
+@dataclass(eq=False)
+class PinnedPrefix:
+    """Pages that are not evicted until `KvCache.unpin`. num_tokens: ids they hold."""
+
+    num_tokens: int
+    path: tuple[PageNode, ...] = field(repr=False)
+    pages: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the prefix cache has of a slot's request.
+
+    path: nodes of its first pages, all held. own: those of them that came from this request.
+    """
+
+    namespace: Namespace
+    user: CacheUser
+    prompt_tokens: int
+    path: list[PageNode]
+    own: list[PageNode] = field(default_factory=list)
+    may_store: bool = True
+
+
+class KvCache:
+    """Page tables of all slots over one pool, and the prefix cache.
+
+    Args:
+        num_pages, tokens_per_page: the pool.
+        num_slots: requests that can hold pages at a time.
+        max_seq_len: longest sequence in tokens, which bounds a table's width.
+        options: of the prefix cache. host_pages: size of its host tier.
+        weights: digest of the weights that compute pages.
+        clock: seconds, monotonic, for retention. hash_of: names pages for others.
+
+    Attributes:
+        tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
+        to_store: [num_slots] bool, slots that have got pages since `store` was called for them; some of
+            their pages may be full. Nothing else has to be looked at after a step.
+        any_to_store: whether there may be any.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        tokens_per_page: int,
+        num_slots: int,
+        max_seq_len: int,
+        options: PrefixCacheOptions | None = None,
+        host_pages: int = 0,
+        weights: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        hash_of: PageHash = page_hash,
+    ) -> None:
+        self.options = options or PrefixCacheOptions()
+        self.tokens_per_page = tokens_per_page
+        self.pool = PagePool(num_pages)
+        self.events = EventBuffer(self.options.event_buffer_max_size)
+        self._pages = PageTables(
+            tokens_per_page=tokens_per_page, num_slots=num_slots, max_seq_len=max_seq_len
+        )
+        self.tables = self._pages.tables
+        self._cache = PrefixCache(
+            self.pool,
+            RadixTree(tokens_per_page, hash_of),
+            host_pages=host_pages,
+            events=self.events,
+            clock=clock,
+        )
+        self._weights = weights
+        self._slots: list[_Slot | None] = [None] * num_slots
+        self.to_store = np.zeros(num_slots, bool)
+        self.any_to_store = False
+        self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
+        self._last_read = -1
+        self._pins: set[PinnedPrefix] = set()
+        self._refused: tuple[np.ndarray, Namespace, int, AdmissionPages] | None = None
+        self._found: Counter[str] = Counter()
+
+    # ---- size -------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self.tokens_per_page)
+
+    def pages_of(self, slot: int) -> list[int]:
+        """The slot's pages, in order of the tokens they hold."""
+        return self._pages.pages_of(slot)
+
+    @property
+    def pinned_pages(self) -> int:
+        return len({page for pin in self._pins for page in pin.pages})
+
+    def uncommitted_pages(self, promised_pages: int) -> int:
+        """Pages neither held nor promised, where `promised_pages` is the sum of the worst cases of the
+        requests that hold slots.
+
+        A page several of them share counts once: what they may still come to take is what is promised
+        beyond the pages in their tables.
+        """
+        return self.pool.num_free - (promised_pages - self._pages.total)
+
+    # ---- a request's pages ------------------------------------------------------------------
+
+    def ask(
+        self, token_ids: np.ndarray, user: CacheUser, worst_pages: int, promised_pages: int
+    ) -> AdmissionPages:
+        """What admitting a request would take; `promised_pages` as in `uncommitted_pages`.
+
+        A request that waits is asked about every step: as long as nothing has become available, what was
+        said is said again without a search.
+        """
+        available = self.uncommitted_pages(promised_pages)
+        namespace = self._namespace(user)
+        if self._refused is not None:
+            asked, its_namespace, worst, answer = self._refused
+            if (
+                asked is token_ids
+                and its_namespace == namespace
+                and (worst, answer.available) == (worst_pages, available)
+            ):
+                return answer
+        match = PrefixMatch()
+        if self.options.enable_prefix_reuse:
+            # One token is always computed: its logits give the first output token.
+            match = self._cache.match(
+                namespace, token_ids, len(token_ids) - 1, partial=self.options.enable_partial_reuse
+            )
+        needed = worst_pages - len(match.path) + self._cache.unheld(match.path)
+        answer = AdmissionPages(needed, available, match)
+        self._refused = None if answer.fits else (token_ids, namespace, worst_pages, answer)
+        return answer
+
+    def attach(
+        self, slot: int, token_ids: np.ndarray, user: CacheUser, match: PrefixMatch
+    ) -> RequestCacheStats:
+        """Give a slot that has no pages to a request, with the pages `ask` found for it just before.
+
+        The first `cached_tokens` of its ids are in the cache once `take_copies` have been carried out.
+        """
+        onboarded = self._cache.hold(match.path)
+        pages = [node.page for node in match.path]
+        full_pages, tokens = (len(token_ids) - 1) // self.tokens_per_page, len(pages) * self.tokens_per_page
+        copied = 0
+        if match.partial is not None:
+            on_host = not match.partial.node.on_device
+            page = self._cache.copy(match.partial.node)
+            if page is not None:
+                pages.append(page)
+                tokens += match.partial.num_tokens
+                copied, onboarded = 1, onboarded + on_host
+        self._pages.begin(slot, pages)
+        self._slots[slot] = state = _Slot(self._namespace(user), user, len(token_ids), list(match.path))
+        if user.retention is not None:
+            for i, node in enumerate(match.path):
+                self._cache.set_retention(
+                    node, user.retention.of_page(i * self.tokens_per_page, state.prompt_tokens)
+                )
+        stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
+        self._found.update(
+            requests=1,
+            prompt_tokens=len(token_ids),
+            cached_tokens=tokens,
+            hit_pages=stats.hit_pages,
+            missed_pages=stats.missed_pages,
+            reused_pages=stats.reused_pages,
+            partial_copies=copied,
+        )
+        return stats
+
+    def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Give each of the slots the pages it still lacks to hold its `num_tokens` tokens.
+
+        Slots are different ones; when the pages do not suffice for all, none gets any.
+        """
+        grown = self._pages.grow(slots, num_tokens, self._cache.allocate)
+        if grown is not None:
+            self.to_store[grown] = True
+            self.any_to_store = True
+
+    def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
+        """Leave the slot's full pages to the prefix cache, as far as its first `num_tokens` tokens go.
+
+        Their K and V have been computed by steps that were read, and a later row of the request
+        had finite logits.
+
+        Args:
+            in_use_until: last submitted step that has the slot's page table as it is now.
+        """
+        self.to_store[slot] = False
+        state = self._slots[slot]
+        if state is None or not state.may_store or not self.options.enable_prefix_reuse:
+            return
+        path, size = state.path, self.tokens_per_page
+        first, end = len(path), num_tokens // size
+        if first >= end:
+            return
+        ids = np.ascontiguousarray(token_ids(first * size, end * size), np.int32)
+        for i in range(first, end):
+            parent = path[-1] if path else self._cache.tree.root(state.namespace)
+            key = ids[(i - first) * size : (i + 1 - first) * size].tobytes()
+            page = int(self.tables[slot, i])
+            retention = (
+                None
+                if state.user.retention is None
+                else state.user.retention.of_page(i * size, state.prompt_tokens)
+            )
+            node, is_own = self._cache.store(parent, key, page, retention)
+            path.append(node)
+            if is_own:
+                state.own.append(node)
+            else:
+                self.tables[slot, i] = node.page
+                self._retire(in_use_until, page)
+
+    def free(self, slot: int, *, failed: bool = False) -> None:
+        """Give back all pages of the slot. Pages left to the prefix cache stay there, unless the request
+        `failed`: then those that came from it go, as far as no other request uses them."""
+        # Last page first, so that the next request gets them in the same order again.
+        self._cache.release(self._pages.clear(slot)[::-1])
+        state, self._slots[slot] = self._slots[slot], None
+        self.to_store[slot] = False
+        if failed and state is not None:
+            self._cache.forget(state.own)
+
+    # ---- steps and copies -------------------------------------------------------------------
+
+    def step_read(self, step: int) -> None:
+        """All steps up to this one have been read."""
+        self._last_read = step
+        if self._retired:
+            self._cache.release([page for until, page in self._retired if until <= step])
+            self._retired = [entry for entry in self._retired if entry[0] > step]
+
+    def _retire(self, in_use_until: int, page: int) -> None:
+        """Let go of a page that stands in no table any more, once no step uses it."""
+        if in_use_until > self._last_read:
+            self._retired.append((in_use_until, page))
+        else:
+            self._cache.release([page])
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._cache.copies)
+
+    def take_copies(self) -> list[PageCopy]:
+        """Page copies since the last call; the executor gets them before the next step."""
+        copies, self._cache.copies = self._cache.copies, []
+        return copies
+
+    # ---- for users --------------------------------------------------------------------------
+
+    def pin(self, token_ids: np.ndarray, user: CacheUser, promised_pages: int) -> PinnedPrefix:
+        """Keep the full pages of a prefix that is cached, on the device, until `unpin`.
+
+        Raises:
+            UsageError: it is not cached as a whole, or requests would lack the pages.
+        """
+        size = self.tokens_per_page
+        num_tokens = len(token_ids) // size * size
+        path = self._cache.match(self._namespace(user), token_ids, num_tokens, partial=False).path
+        if not path or len(path) * size < num_tokens:
+            raise UsageError(
+                f"{len(path) * size} of the prefix's {len(token_ids)} tokens are cached, expected {num_tokens}"
+                f" and at least one page of {size}",
+                hint="run the prefix as a prompt first, or make it longer",
+            )
+        needed, available = self._cache.unheld(path), self.uncommitted_pages(promised_pages)
+        pinned = len({p for pin in self._pins for p in pin.pages} | {n.page for n in path})
+        largest = min(self.tables.shape[1], self.num_pages)
+        if needed > available or pinned + largest > self.num_pages:
+            raise UsageError(
+                f"pinning {len(path)} pages ({pinned} in all) leaves too few of the pool's {self.num_pages}: "
+                f"the longest request takes {largest}, and {available} are not promised to running ones",
+                hint="give the KV cache more memory, pin less, or use a retention priority of 100 instead",
+            )
+        self._cache.hold(path)
+        pin = PinnedPrefix(num_tokens, tuple(path), tuple(n.page for n in path))
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: PinnedPrefix) -> None:
+        """Let go of a pinned prefix; nothing happens when it was, or was cleared."""
+        if pin in self._pins:
+            self._pins.remove(pin)
+            self._cache.release(pin.pages[::-1])
+
+    def clear(self, *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Forget cached pages, of a salt or adapter or all of them; returns how many.
+
+        Running requests keep theirs, and leave none of them to the cache. Pins end.
+        """
+
+        def wanted(namespace: Namespace) -> bool:
+            return (salt is None or namespace.salt == salt) and (
+                adapter is None or namespace.adapter == adapter
+            )
+
+        for state in self._slots:
+            if state is not None and wanted(state.namespace):
+                state.may_store, state.path, state.own = False, [], []
+        removed = self._cache.clear(wanted)
+        for pin in [p for p in self._pins if p.path[0].removed]:
+            self.unpin(pin)
+        self._refused = None
+        return removed
+
+    def set_weights(self, digest: str) -> None:
+        """Pages are computed by other weights from now on: nothing of before is served again."""
+        self.clear()
+        self._weights = digest
+
+    def stats(self) -> CacheStats:
+        return CacheStats(**self._found, **self._cache.counts(), pinned_pages=self.pinned_pages)
+
+    def _namespace(self, user: CacheUser) -> Namespace:
+        return Namespace(self._weights, user.adapter, user.salt)
