@@ -180,11 +180,12 @@ class EngineLoop:
         if not self._waiting:
             return (), None
         front = islice(self._waiting.values(), self.capacity.num_free_slots + 1)
-        admitted, waiting = self.capacity.admit(front)
+        admitted, waiting = self.capacity.admit(front, self.kv_cache)
         now = self.clock()
         for request, _ in admitted:
             del self._waiting[request.request_id]
             self.running.add(request)
+            self.running.cached_tokens[request.slot] = request.cache.attached_tokens
             request.times.admitted = now
             try:
                 self.executor.admit(request.slot, request.params, request.prompt_token_ids)
@@ -201,6 +202,8 @@ class EngineLoop:
         running.planned_tokens[slots] += plan.samples
         self.kv_cache.grow(slots, plan.ends)
         try:
+            if self.kv_cache.has_copies:
+                self._copy_pages()
             handle = self.executor.submit(pack_step(plan, running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
@@ -208,6 +211,18 @@ class EngineLoop:
         running.last_step[slots] = plan.step
         self._in_flight.append(_InFlight(plan, handle))
         self._counts["prompt_tokens"] += int(plan.sizes[: plan.num_context].sum())
+
+    def _copy_pages(self) -> None:
+        """Have the executor carry out page copies before the step that relies on them."""
+        try:
+            self.executor.copy_pages(self.kv_cache.take_copies())
+        except Exception as error:
+            # What the pages hold is not known any more, whoever they are of.
+            self.kv_cache.clear()
+            for request_id in self.running.names():
+                if (request := self.running.get(request_id)) is not None:
+                    self._fail(request, error)
+            raise
 
     def _read(self, step: _InFlight) -> None:
         """Wait for a step, hand out its ids, and release what no later step uses."""
@@ -219,6 +234,7 @@ class EngineLoop:
         # Only now: a KeyboardInterrupt while waiting leaves the step in flight, to be read later.
         self._in_flight.popleft()
         self._last_read = step.plan.step
+        self.kv_cache.step_read(self._last_read)
         if isinstance(outcome, Exception):
             self._fail_step(step.plan, outcome)
         else:
@@ -247,6 +263,26 @@ class EngineLoop:
         for i in running.append(slots, token_ids).tolist():
             if running.alive[slots[i]]:
                 self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
+        if self.kv_cache.any_to_store:
+            self._store_pages(plan)
+
+    def _store_pages(self, plan: StepPlan) -> None:
+        """Leave pages that are full now to the prefix cache: those of rows that were sampled, because
+        finite logits show that what their request has in the cache is sound."""
+        slots, ends = plan.sampled_slots, plan.ends[plan.samples]
+        for row in self.kv_cache.rows_to_store(slots).tolist():
+            if self.running.alive[slots[row]]:
+                self._store(self.running.request(slots[row]), int(ends[row]))
+
+    def _store(self, request: Request, num_tokens: int) -> None:
+        slot, prompt = request.slot, request.prompt_token_ids
+        output = self.running.output_ids[slot]
+
+        def token_ids(start: int, end: int) -> np.ndarray:
+            own = output[max(start - len(prompt), 0) : max(end - len(prompt), 0)]
+            return np.concatenate([prompt[start:end], own])
+
+        self.kv_cache.store(slot, num_tokens, token_ids, int(self.running.last_step[slot]))
 
     def _look_at(
         self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
@@ -316,7 +352,12 @@ class EngineLoop:
         return bool(self.running.last_step[request.slot] > self._last_read)
 
     def _release(self, request: Request) -> None:
-        self.kv_cache.free(request.slot)
+        failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
+        output_tokens = int(self.running.output_tokens[request.slot])
+        if output_tokens and not failed:
+            # The last id has been read, but what it was to be in the cache may not have been computed.
+            self._store(request, request.prompt_tokens + output_tokens - 1)
+        self.kv_cache.free(request.slot, failed=failed)
         self.capacity.release(request)
 
 

@@ -31,7 +31,8 @@ def load_executor(
 ) -> CpuExecutor | CudaExecutor:
     """The executor of the engine's target, ready to replay; imports what that target needs.
 
-    `num_pages` pages of KV cache, and `host_pages` of its host tier. On `cpu`: `threads` for kernels (None: the library's default);
+    `num_pages` pages of KV cache, and `host_pages` of its host tier. On `cpu`: `threads` for kernels
+    (None: the library's default);
     `release_weights` trades speed for memory: no weight stays in memory after its record;
     `max_buckets` bound row counts are kept; `laps` gets the seconds of the parts. Raises CapacityError
     when memory is short, EngineIncompatibleError when the engine was built for another target,

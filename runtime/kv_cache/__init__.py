@@ -1,11 +1,12 @@
 """The KV cache manager: pages, page tables and the prefix cache. See README.md."""
 
-from tapeout.runtime.kv_cache.cache import AdmissionPages, CacheUser, KvCache, PinnedPrefix
+from tapeout.runtime.kv_cache.cache import KvCache
 from tapeout.runtime.kv_cache.options import PrefixCacheOptions
 from tapeout.runtime.kv_cache.pages import NO_PAGE, CopyKind, PageCopies, PageCopy, pages_for
 from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
 from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
+from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PinnedPrefix, RequestCache
 
 __all__ = [
     "NO_PAGE",
@@ -20,6 +21,7 @@ __all__ = [
     "PagePool",
     "PinnedPrefix",
     "PrefixCacheOptions",
+    "RequestCache",
     "RequestCacheStats",
     "TokenRangeRetentionConfig",
     "pages_for",

@@ -7,9 +7,9 @@ Misuse raises RuntimeError, because it is a fault of the runtime and never of a 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,65 +20,12 @@ from tapeout.runtime.kv_cache.pages import PageCopy, pages_for
 from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, PageNode, RadixTree, page_hash
-from tapeout.runtime.kv_cache.retention import KvCacheRetentionConfig
 from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
 from tapeout.runtime.kv_cache.tables import PageTables
+from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PinnedPrefix, SlotState
 
 #: `token_ids(start, end)`: int32 ids of a request, prompt and output, at these positions.
 TokenIds = Callable[[int, int], np.ndarray]
-
-
-@dataclass(frozen=True)
-class CacheUser:
-    """What the cache has to know of a request beside its ids.
-
-    adapter, salt: must be equal for pages to be shared. retention: how long its pages are worth keeping.
-    """
-
-    adapter: str | None = None
-    salt: str | None = None
-    retention: KvCacheRetentionConfig | None = None
-
-
-@dataclass(frozen=True)
-class AdmissionPages:
-    """What admitting a request takes from the pool.
-
-    needed: pages of its worst case that nobody holds yet. available: pages that are neither held nor
-    promised to anybody. match: what `attach` takes from the cache.
-    """
-
-    needed: int
-    available: int
-    match: PrefixMatch
-
-    @property
-    def fits(self) -> bool:
-        return self.needed <= self.available
-
-
-@dataclass(eq=False)
-class PinnedPrefix:
-    """Pages that are not evicted until `KvCache.unpin`. num_tokens: ids they hold."""
-
-    num_tokens: int
-    path: tuple[PageNode, ...] = field(repr=False)
-    pages: tuple[int, ...] = field(repr=False)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What the prefix cache has of a slot's request.
-
-    path: nodes of its first pages, all held. own: those of them that came from this request.
-    """
-
-    namespace: Namespace
-    user: CacheUser
-    prompt_tokens: int
-    path: list[PageNode]
-    own: list[PageNode] = field(default_factory=list)
-    may_store: bool = True
 
 
 class KvCache:
@@ -94,9 +41,8 @@ class KvCache:
 
     Attributes:
         tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
-        to_store: [num_slots] bool, slots that have got pages since `store` was called for them; some of
-            their pages may be full. Nothing else has to be looked at after a step.
-        any_to_store: whether there may be any.
+        any_to_store: whether `rows_to_store` can find any. False after nearly every decode step, and then
+            nothing more is done for the prefix cache.
     """
 
     def __init__(
@@ -128,8 +74,8 @@ class KvCache:
             clock=clock,
         )
         self._weights = weights
-        self._slots: list[_Slot | None] = [None] * num_slots
-        self.to_store = np.zeros(num_slots, bool)
+        self._slots: list[SlotState | None] = [None] * num_slots
+        self._to_store = np.zeros(num_slots, bool)  # slots that have got pages since `store`
         self.any_to_store = False
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
@@ -142,6 +88,28 @@ class KvCache:
     @property
     def num_pages(self) -> int:
         return self.pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that requests can still get; cached pages nobody holds are among them."""
+        return self.pool.num_free
+
+    def held_pages(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages that come back when a slot is freed; shared ones do not."""
+        held: np.ndarray = self._pages.num_used[slots].copy()
+        for i, slot in enumerate(slots.tolist()):
+            state = self._slots[slot]
+            if state is not None and state.path:
+                # Whoever holds a page holds those before it: shared pages come first.
+                held[i] -= bisect_left(state.path, True, key=self._is_held_once)
+        return held
+
+    def _is_held_once(self, node: PageNode) -> bool:
+        return self.pool.references(node.page) == 1
+
+    def missing_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages each of the slots lacks to hold its `num_tokens` tokens."""
+        return np.maximum(-(-num_tokens // self.tokens_per_page) - self._pages.num_used[slots], 0)
 
     def pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.tokens_per_page)
@@ -213,12 +181,9 @@ class KvCache:
                 tokens += match.partial.num_tokens
                 copied, onboarded = 1, onboarded + on_host
         self._pages.begin(slot, pages)
-        self._slots[slot] = state = _Slot(self._namespace(user), user, len(token_ids), list(match.path))
-        if user.retention is not None:
-            for i, node in enumerate(match.path):
-                self._cache.set_retention(
-                    node, user.retention.of_page(i * self.tokens_per_page, state.prompt_tokens)
-                )
+        self._slots[slot] = state = SlotState(self._namespace(user), user, len(token_ids), list(match.path))
+        for i, node in enumerate(match.path):
+            self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
         self._found.update(
             requests=1,
@@ -237,9 +202,15 @@ class KvCache:
         Slots are different ones; when the pages do not suffice for all, none gets any.
         """
         grown = self._pages.grow(slots, num_tokens, self._cache.allocate)
-        if grown is not None:
-            self.to_store[grown] = True
+        # A page is full, at the latest, when the next one is wanted.
+        if grown is not None and self.options.enable_prefix_reuse:
+            self._to_store[grown] = True
             self.any_to_store = True
+
+    def rows_to_store(self, slots: np.ndarray) -> np.ndarray:
+        """Which of the slots may have full pages that the prefix cache does not know, as indices."""
+        self.any_to_store = bool(self._to_store.any())
+        return np.flatnonzero(self._to_store[slots])
 
     def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
         """Leave the slot's full pages to the prefix cache, as far as its first `num_tokens` tokens go.
@@ -250,7 +221,7 @@ class KvCache:
         Args:
             in_use_until: last submitted step that has the slot's page table as it is now.
         """
-        self.to_store[slot] = False
+        self._to_store[slot] = False
         state = self._slots[slot]
         if state is None or not state.may_store or not self.options.enable_prefix_reuse:
             return
@@ -263,11 +234,7 @@ class KvCache:
             parent = path[-1] if path else self._cache.tree.root(state.namespace)
             key = ids[(i - first) * size : (i + 1 - first) * size].tobytes()
             page = int(self.tables[slot, i])
-            retention = (
-                None
-                if state.user.retention is None
-                else state.user.retention.of_page(i * size, state.prompt_tokens)
-            )
+            retention = state.retention_of(i * size)
             node, is_own = self._cache.store(parent, key, page, retention)
             path.append(node)
             if is_own:
@@ -282,7 +249,7 @@ class KvCache:
         # Last page first, so that the next request gets them in the same order again.
         self._cache.release(self._pages.clear(slot)[::-1])
         state, self._slots[slot] = self._slots[slot], None
-        self.to_store[slot] = False
+        self._to_store[slot] = False
         if failed and state is not None:
             self._cache.forget(state.own)
 
@@ -324,8 +291,8 @@ class KvCache:
         path = self._cache.match(self._namespace(user), token_ids, num_tokens, partial=False).path
         if not path or len(path) * size < num_tokens:
             raise UsageError(
-                f"{len(path) * size} of the prefix's {len(token_ids)} tokens are cached, expected {num_tokens}"
-                f" and at least one page of {size}",
+                f"{len(path) * size} of the prefix's {len(token_ids)} tokens are cached, "
+                f"expected {num_tokens} and at least one page of {size}",
                 hint="run the prefix as a prompt first, or make it longer",
             )
         needed, available = self._cache.unheld(path), self.uncommitted_pages(promised_pages)

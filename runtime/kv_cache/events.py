@@ -1,8 +1,8 @@
 """What happens to cached pages, told to others: a router that sends a prompt where its prefix is.
 
 A page is named by its hash: XXH3-64 of its token ids as little-endian int32, seeded with the hash of the
-page before it; the first page's seed, told as `parent_hash`, is XXH3-64 of the namespace. So whoever knows a
-namespace's first seed (from any event of its first pages) can name the pages of a prompt and follow where they are.
+page before it; the first page's seed, told as its `parent_hash`, is XXH3-64 of the namespace. So whoever
+knows a namespace's seed (from any event of a first page) can name the pages of a prompt and follow them.
 """
 
 from __future__ import annotations

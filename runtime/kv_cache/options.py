@@ -63,4 +63,4 @@ class PrefixCacheOptions:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0

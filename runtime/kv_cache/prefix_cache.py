@@ -3,9 +3,9 @@
 It knows pages, not requests: whose tables they stand in is `cache.py`'s. Every page it moves is
 written down in `copies`, which the executor carries out in that order before the next step.
 
-What holds at any time: a page on the device has its whole path on the device, and whoever holds a page of the tree
-holds its path. So every page nobody holds can be evicted, leaves first, and `pool.num_free`
-is what requests can really get.
+What holds at any time: a page on the device has its whole path on the device, and whoever holds a page
+of the tree holds its path. So every page nobody holds can be evicted, leaves first, and
+`pool.num_free` is what requests can really get.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ class RadixTree:
 
         token_ids: int32 [n].
         """
-        node, path = self._roots.get(namespace), []
+        path: list[PageNode] = []
+        node = self._roots.get(namespace)
         if node is None:
             return path
         data, step = _as_bytes(token_ids), self._page_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 from tapeout.plugins.errors import UsageError
@@ -148,11 +148,11 @@ def _retention_problems(priority_name: str, priority: Any, duration_name: str, o
             f"{priority_name} = {shown(priority)}, expected an integer in [{MIN_PRIORITY}, {MAX_PRIORITY}]"
         )
     if duration is not None and (
-        not isinstance(duration, Real) or isinstance(duration, bool) or not 0 < duration < 1e15
+        isinstance(duration, bool) or not isinstance(duration, int | float) or not 0 < duration < 1e15
     ):
         problems.append(f"{duration_name} = {shown(duration)}, expected milliseconds above 0, or None")
     return problems
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tapeout.runtime.kv_cache import pages_for
+from tapeout.runtime.kv_cache import KvCache, pages_for
 from tapeout.runtime.scheduler.request import Request
 
 
@@ -74,22 +74,32 @@ class CapacityScheduler:
     def worst_case_pages(self, request: Request) -> int:
         return pages_for(request.worst_case_tokens, self.tokens_per_page)
 
-    def admit(self, waiting: Iterable[Request]) -> tuple[list[tuple[Request, Admission]], Waiting | None]:
+    def admit(
+        self, waiting: Iterable[Request], kv_cache: KvCache
+    ) -> tuple[list[tuple[Request, Admission]], Waiting | None]:
         """Take requests from the front of `waiting` while they fit; the caller removes them.
+
+        A page of the prefix cache that others hold costs a request nothing; those that nobody holds count
+        as free until it takes them, which it does here.
 
         Returns the admitted ones, whose `slot` is set, and why the next one is not among them.
         """
         admitted: list[tuple[Request, Admission]] = []
         for request in waiting:
-            pages = self.worst_case_pages(request)
-            free = self.num_pages - self.committed_pages
             if not self._free_slots:
                 return admitted, Waiting(request.request_id, WaitCause.SLOTS, self.max_batch_size, 0)
-            if pages > free:
-                return admitted, Waiting(request.request_id, WaitCause.PAGES, pages, free)
+            ids, cache, worst = request.prompt_token_ids, request.cache, self.worst_case_pages(request)
+            pages = kv_cache.ask(ids, cache.user, worst, self.committed_pages)
+            if not pages.fits:
+                return admitted, Waiting(
+                    request.request_id, WaitCause.PAGES, pages.needed, max(pages.available, 0)
+                )
             request.slot = self._free_slots.pop()
-            self.committed_pages += pages
-            admitted.append((request, Admission(request.request_id, request.slot, pages, free)))
+            self.committed_pages += worst
+            cache.attached(kv_cache.attach(request.slot, ids, cache.user, pages.match))
+            admitted.append(
+                (request, Admission(request.request_id, request.slot, pages.needed, pages.available))
+            )
         return admitted, None
 
     def release(self, request: Request) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
+from tapeout.runtime.kv_cache.users import RequestCache
 
 
 class FinishReason(StrEnum):
@@ -67,6 +68,7 @@ class Request:
         eos_token_ids, stop_token_ids: ids that end it once `min_tokens` are out.
         watched: the sink sees every token as soon as it is read, because its text can end the request or
             its logprobs are wanted. Otherwise it gets them together: at the end, or when it is asked.
+        cache: its namespace and retention in the prefix cache, and what it found there.
         slot: executor slot and page table, -1 while waiting and after release.
         handed_tokens: tokens a sink that does not watch has been given.
     """
@@ -80,6 +82,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     watched: bool = True
+    cache: RequestCache = field(default_factory=RequestCache)
     slot: int = -1
     handed_tokens: int = 0
     finish: Finish | None = None

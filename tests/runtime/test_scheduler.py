@@ -13,6 +13,7 @@ from tapeout.plugins.errors import CapacityError, UsageError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_budget import plan_kv_pool
+from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, Reason
 from tapeout.runtime.scheduler.request import Request, RequestTimes
@@ -31,6 +32,10 @@ def request(name: str, prompt: int, max_tokens: int = 5) -> Request:
         sink=None,  # type: ignore[arg-type]
         times=RequestTimes(0.0),
     )
+
+
+def cache_of(num_pages: int) -> KvCache:
+    return KvCache(num_pages=num_pages, tokens_per_page=4, num_slots=8, max_seq_len=100)
 
 
 Member = tuple[Request, dict[str, int]]  # a request and its numbers in `Running`
@@ -60,20 +65,21 @@ def running_of(*members: Member) -> Running:
 
 def test_admits_while_the_worst_case_fits() -> None:
     scheduler = CapacityScheduler(num_pages=10, tokens_per_page=4, max_batch_size=8)
+    cache = cache_of(10)
     queue = [request("a", 10, 6), request("b", 10, 7), request("c", 1, 1), request("d", 1, 1)]
-    admitted, waiting = scheduler.admit(queue)
+    admitted, waiting = scheduler.admit(queue, cache)
     # a: 16 tokens = 4 pages, b: 17 = 5, c: 2 = 1; d finds none left
     assert [(r.request_id, a.pages) for r, a in admitted] == [("a", 4), ("b", 5), ("c", 1)]
     assert waiting is not None
     assert waiting.reason() == "waiting: worst case 1 pages, 0 uncommitted"
     scheduler.release(admitted[0][0])
     assert scheduler.committed_pages == 6
-    assert [r.request_id for r, _ in scheduler.admit(queue[3:])[0]] == ["d"]
+    assert [r.request_id for r, _ in scheduler.admit(queue[3:], cache)[0]] == ["d"]
 
 
 def test_the_head_is_not_overtaken() -> None:
     scheduler = CapacityScheduler(num_pages=4, tokens_per_page=4, max_batch_size=8)
-    admitted, waiting = scheduler.admit([request("big", 13, 8), request("small", 1, 1)])
+    admitted, waiting = scheduler.admit([request("big", 13, 8), request("small", 1, 1)], cache_of(4))
     assert admitted == []
     assert waiting is not None
     assert waiting.request_id == "big"
@@ -89,7 +95,7 @@ def test_admission_does_not_look_beyond_what_it_admits() -> None:
             yield request(str(i), 4)
 
     scheduler = CapacityScheduler(num_pages=100, tokens_per_page=4, max_batch_size=3)
-    scheduler.admit(long_queue())
+    scheduler.admit(long_queue(), cache_of(100))
     assert looked_at == 4
 
 

@@ -26,7 +26,9 @@ class PageMemory:
         with ExitStack() as stack:
             self._host_address = 0
             if host_pages:
-                self._host_address = stack.enter_context(closing(PinnedMemory(host_pages * page_bytes))).address
+                self._host_address = stack.enter_context(
+                    closing(PinnedMemory(host_pages * page_bytes))
+                ).address
             self._stream = stack.enter_context(closing(Stream()))
             self._done = stack.enter_context(closing(Event()))
             stack.callback(self._stream.wait)  # before anything above is freed
