@@ -179,6 +179,8 @@ class EngineLoop:
     def _admit(self) -> tuple[tuple[Admission, ...], Waiting | None]:
         if not self._waiting:
             return (), None
+        if self.kv_cache.any_to_store and self.capacity.num_free_slots:
+            self._store_pages()
         front = islice(self._waiting.values(), self.capacity.num_free_slots + 1)
         admitted, waiting = self.capacity.admit(front, self.kv_cache)
         now = self.clock()
@@ -263,26 +265,30 @@ class EngineLoop:
         for i in running.append(slots, token_ids).tolist():
             if running.alive[slots[i]]:
                 self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
-        if self.kv_cache.any_to_store:
-            self._store_pages(plan)
+        if self.kv_cache.any_to_store and self.kv_cache.events.enabled:
+            self._store_pages()
 
-    def _store_pages(self, plan: StepPlan) -> None:
-        """Leave pages that are full now to the prefix cache: those of rows that were sampled, because
-        finite logits show that what their request has in the cache is sound."""
-        slots, ends = plan.sampled_slots, plan.ends[plan.samples]
-        for row in self.kv_cache.rows_to_store(slots).tolist():
-            if self.running.alive[slots[row]]:
-                self._store(self.running.request(slots[row]), int(ends[row]))
+    def _store_pages(self) -> None:
+        """Leave pages that have become full to the prefix cache. It sees them when somebody looks: before
+        an admission, at their request's end, after every step when events tell others of them."""
+        # Finite logits show that what a request has in the cache is sound; before, nothing does.
+        ready = self.running.alive & (self.running.output_tokens > 0)
+        for slot in self.kv_cache.slots_to_store(ready):
+            self._store(self.running.request(slot))
 
-    def _store(self, request: Request, num_tokens: int) -> None:
+    def _store(self, request: Request) -> None:
         slot, prompt = request.slot, request.prompt_token_ids
+        count = int(self.running.output_tokens[slot])
         output = self.running.output_ids[slot]
 
         def token_ids(start: int, end: int) -> np.ndarray:
-            own = output[max(start - len(prompt), 0) : max(end - len(prompt), 0)]
-            return np.concatenate([prompt[start:end], own])
+            if start >= len(prompt):
+                return output[start - len(prompt) : end - len(prompt)]
+            return np.concatenate([prompt[start:end], output[: max(end - len(prompt), 0)]])
 
-        self.kv_cache.store(slot, num_tokens, token_ids, int(self.running.last_step[slot]))
+        # The last id has been read, but it has not been, or may not have been, in a step that was.
+        known = len(prompt) + count - 1
+        self.kv_cache.store(slot, known, token_ids, int(self.running.last_step[slot]))
 
     def _look_at(
         self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
@@ -353,10 +359,8 @@ class EngineLoop:
 
     def _release(self, request: Request) -> None:
         failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
-        output_tokens = int(self.running.output_tokens[request.slot])
-        if output_tokens and not failed:
-            # The last id has been read, but what it was to be in the cache may not have been computed.
-            self._store(request, request.prompt_tokens + output_tokens - 1)
+        if not failed and self.running.output_tokens[request.slot] > 0:
+            self._store(request)
         self.kv_cache.free(request.slot, failed=failed)
         self.capacity.release(request)
 

@@ -41,8 +41,7 @@ class KvCache:
 
     Attributes:
         tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
-        any_to_store: whether `rows_to_store` can find any. False after nearly every decode step, and then
-            nothing more is done for the prefix cache.
+        any_to_store: whether `slots_to_store` has any.
     """
 
     def __init__(
@@ -207,10 +206,13 @@ class KvCache:
             self._to_store[grown] = True
             self.any_to_store = True
 
-    def rows_to_store(self, slots: np.ndarray) -> np.ndarray:
-        """Which of the slots may have full pages that the prefix cache does not know, as indices."""
+    def slots_to_store(self, ready: np.ndarray) -> list[int]:
+        """Those of the slots that are `ready` (bool [num_slots]) that have got pages since this was asked
+        last, so that `store` may find full ones."""
+        slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
+        self._to_store[slots] = False
         self.any_to_store = bool(self._to_store.any())
-        return np.flatnonzero(self._to_store[slots])
+        return slots
 
     def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
         """Leave the slot's full pages to the prefix cache, as far as its first `num_tokens` tokens go.
@@ -221,7 +223,6 @@ class KvCache:
         Args:
             in_use_until: last submitted step that has the slot's page table as it is now.
         """
-        self._to_store[slot] = False
         state = self._slots[slot]
         if state is None or not state.may_store or not self.options.enable_prefix_reuse:
             return
@@ -230,17 +231,17 @@ class KvCache:
         if first >= end:
             return
         ids = np.ascontiguousarray(token_ids(first * size, end * size), np.int32)
-        for i in range(first, end):
-            parent = path[-1] if path else self._cache.tree.root(state.namespace)
-            key = ids[(i - first) * size : (i + 1 - first) * size].tobytes()
-            page = int(self.tables[slot, i])
-            retention = state.retention_of(i * size)
-            node, is_own = self._cache.store(parent, key, page, retention)
-            path.append(node)
+        data, page_bytes = ids.tobytes(), ids.itemsize * size
+        parent = path[-1] if path else self._cache.tree.root(state.namespace)
+        for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):
+            start = (i - first) * page_bytes
+            key = data[start : start + page_bytes]
+            parent, is_own = self._cache.store(parent, key, page, state.retention_of(i * size))
+            path.append(parent)
             if is_own:
-                state.own.append(node)
+                state.own.append(parent)
             else:
-                self.tables[slot, i] = node.page
+                self.tables[slot, i] = parent.page
                 self._retire(in_use_until, page)
 
     def free(self, slot: int, *, failed: bool = False) -> None:

@@ -170,9 +170,7 @@ class PrefixCache:
             self.set_retention(node, retention)
             self._counts["stored_pages"] += 1
             if self.events.enabled:
-                self.events.emit(
-                    EventKind.STORED, node.hash, parent.hash, node.token_ids, Tier.DEVICE, node.priority
-                )
+                self._tell(EventKind.STORED, node, node.token_ids, Tier.DEVICE, node.priority)
             return node, True
         self.set_retention(node, retention)
         if not node.on_device:
@@ -278,11 +276,21 @@ class PrefixCache:
 
     def _tell_moved(self, node: PageNode, tier: Tier) -> None:
         if self.events.enabled:
-            assert node.parent is not None
-            self.events.emit(EventKind.MOVED, node.hash, node.parent.hash, tier=tier)
+            self._tell(EventKind.MOVED, node, (), tier, None)
 
     def _tell_removed(self, node: PageNode) -> None:
         self._counts["removed_pages"] += 1
         if self.events.enabled:
-            assert node.parent is not None
-            self.events.emit(EventKind.REMOVED, node.hash, node.parent.hash)
+            self._tell(EventKind.REMOVED, node, (), None, None)
+
+    def _tell(
+        self,
+        kind: EventKind,
+        node: PageNode,
+        token_ids: tuple[int, ...],
+        tier: Tier | None,
+        priority: int | None,
+    ) -> None:
+        assert node.parent is not None
+        name, above = (n.hash_by(self.tree.hash_of) for n in (node, node.parent))
+        self.events.emit(kind, name, above, token_ids, tier, priority)

@@ -3,15 +3,14 @@
 A node is one full page. Its key under its parent is the page's token ids themselves, as bytes: a
 dictionary may hash them to find a candidate but compares them before it answers, so two pages whose
 hashes are equal are never taken for each other. What a page holds depends on all ids before it and on
-the namespace, hence the path from the namespace's root. The 64-bit `hash` of a node is a name for
-others (see events.py) and is never used to find one.
+the namespace, hence the path from the namespace's root. The 64-bit hash of a node is a name for others
+(see events.py) and is never used to find one.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -39,32 +38,37 @@ class Namespace(NamedTuple):
     salt: str | None = None
 
 
-@dataclass(slots=True, eq=False)
 class PageNode:
     """A full page in the tree, or the root of a namespace.
 
+    Written out and not a dataclass, with what leaves do not have made on demand: pages come by the
+    million, and every container of each would be work for the garbage collector.
+
     Attributes:
-        key: its token ids as int32 bytes. hash: see the module.
+        key: its token ids as int32 bytes.
         page, host_page: where its contents are: on the device, or on the host. Both NO_PAGE: removed.
         priority, seconds: retention. expires_at: when the priority lapses, None = never or in use.
         last_used: counts up with every use; smaller is older.
         device_children: children on the device: with any of them it cannot leave the device.
         stamp: changes with every place in an eviction queue, so that entries of old places are known.
+        children: by key. sorted_keys: theirs, in the order of bytes.
     """
 
-    key: bytes
-    parent: PageNode | None
-    hash: int
-    page: int = NO_PAGE
-    host_page: int = NO_PAGE
-    priority: int = DEFAULT_PRIORITY
-    seconds: float | None = None
-    expires_at: float | None = None
-    last_used: int = 0
-    device_children: int = 0
-    stamp: int = 0
-    children: dict[bytes, PageNode] = field(default_factory=dict)
-    sorted_keys: list[bytes] = field(default_factory=list)
+    __slots__ = (
+        "_hash", "children", "device_children", "expires_at", "host_page", "key", "last_used", "page",
+        "parent", "priority", "seconds", "sorted_keys", "stamp",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, parent: PageNode | None, page: int = NO_PAGE) -> None:
+        self.key, self.parent, self.page = key, parent, page
+        self.host_page = NO_PAGE
+        self.priority = DEFAULT_PRIORITY
+        self.seconds: float | None = None
+        self.expires_at: float | None = None
+        self.last_used = self.device_children = self.stamp = 0
+        self.children: dict[bytes, PageNode] = _NO_CHILDREN
+        self.sorted_keys: list[bytes] = _NO_KEYS
+        self._hash: int | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -77,6 +81,23 @@ class PageNode:
     @property
     def removed(self) -> bool:
         return self.page == NO_PAGE and self.host_page == NO_PAGE and self.parent is not None
+
+    def hash_by(self, hash_of: PageHash) -> int:
+        """Its name for others; see the module."""
+        if self._hash is None:
+            nodes = [self]
+            while nodes[-1]._hash is None and (above := nodes[-1].parent) is not None:
+                nodes.append(above)
+            for node in reversed(nodes):
+                if node._hash is None:
+                    node._hash = hash_of(node.key, 0 if node.parent is None else node.parent._hash or 0)
+        assert self._hash is not None
+        return self._hash
+
+
+# Of nodes without children; nobody writes to them.
+_NO_CHILDREN: dict[bytes, PageNode] = {}
+_NO_KEYS: list[bytes] = []
 
 
 class PartialMatch(NamedTuple):
@@ -96,7 +117,7 @@ class RadixTree:
 
     def __init__(self, tokens_per_page: int, hash_of: PageHash = page_hash) -> None:
         self._page_bytes = tokens_per_page * _ID_BYTES
-        self._hash_of = hash_of
+        self.hash_of = hash_of
         self._roots: dict[Namespace, PageNode] = {}
         self._namespaces: dict[PageNode, Namespace] = {}  # of roots
         self.num_nodes = 0
@@ -105,7 +126,7 @@ class RadixTree:
         """The root of a namespace; made when it is new."""
         root = self._roots.get(namespace)
         if root is None:
-            root = PageNode(b"", None, self._hash_of(repr(tuple(namespace)).encode(), 0))
+            root = PageNode(repr(tuple(namespace)).encode(), None)
             self._roots[namespace], self._namespaces[root] = root, namespace
         return root
 
@@ -150,9 +171,12 @@ class RadixTree:
     def insert(self, parent: PageNode, key: bytes, page: int) -> PageNode:
         """A new page on the device; `key` is not among the parent's children."""
         key = PageKey(key)
-        node = PageNode(key, parent, self._hash_of(key, parent.hash), page)
-        parent.children[key] = node
-        bisect.insort(parent.sorted_keys, key)
+        node = PageNode(key, parent, page)
+        if not parent.children:
+            parent.children, parent.sorted_keys = {key: node}, [key]
+        else:
+            parent.children[key] = node
+            bisect.insort(parent.sorted_keys, key)
         parent.device_children += 1
         self.num_nodes += 1
         return node
@@ -165,7 +189,7 @@ class RadixTree:
         del parent.children[node.key]
         del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
         self.num_nodes -= 1
-        if parent.parent is None and not parent.children:
+        if parent.parent is None and not parent.children and parent in self._namespaces:
             # An empty root goes, so that salts that come and go leave nothing.
             del self._roots[self._namespaces.pop(parent)]
 
@@ -178,7 +202,7 @@ class RadixTree:
             for node in order:
                 order.extend(node.children.values())
             for node in reversed(order[1:]):
-                node.children, node.sorted_keys, node.device_children = {}, [], 0
+                node.children, node.sorted_keys, node.device_children = _NO_CHILDREN, _NO_KEYS, 0
                 self.num_nodes -= 1
                 yield node
 
