@@ -114,8 +114,10 @@ class PrefixCache:
         return len(back)
 
     def copy(self, node: PageNode) -> int | None:
-        """A page of the caller's own with the contents of `node`; None when only the page itself is left
-        to make room, or nothing."""
+        """A page of the caller's own with the contents of `node`; None when there is no room but its own,
+        or when the node has just gone to make room for others."""
+        if node.removed:
+            return None
         if node.on_device:
             self._retain(node)
             page = self.allocate(1)[0] if self._pool.num_free else None
