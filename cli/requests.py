@@ -6,7 +6,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from tapeout.cli.run_options import DEFAULT_MAX_TOKENS
@@ -16,7 +16,9 @@ from tapeout.plugins.sample.params import SamplingParams, shown, surrogate_probl
 #: Exactly one of these says what the model reads.
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+#: What a request says to the prefix cache.
+CACHE_FIELDS = ("cache_salt", "kv_cache_retention_config")
+KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *CACHE_FIELDS, *SAMPLING_FIELDS)
 
 TITLE_CHARACTERS = 60
 
@@ -29,7 +31,7 @@ class Request:
     """What one request reads and how its tokens are chosen.
 
     Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `id` is the user's name for
-    it, repeated in the result.
+    it, repeated in the result. `cache` holds its `cache_salt` and `kv_cache_retention_config`.
     """
 
     params: SamplingParams
@@ -37,6 +39,7 @@ class Request:
     prompt: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    cache: Mapping[str, Any] = field(default_factory=dict)
 
     def title(self) -> str:
         """One short line that tells the request from its neighbours."""
@@ -129,13 +132,16 @@ def _from_line(line: str, style: ChatStyle, make: MakeParams) -> Request:
         params = make({name: data[name] for name in SAMPLING_FIELDS if name in data})
     except UsageError as error:
         problems.append(error.message)
+    cache = {name: data[name] for name in CACHE_FIELDS if data.get(name) is not None}
+    problems += _cache_problems(cache)
     if problems or params is None:
         raise UsageError("\n".join(problems))
     if "prompt" in data:
-        return style.request(data["prompt"], params, data.get("id"))
+        return replace(style.request(data["prompt"], params, data.get("id")), cache=cache)
     if "messages" in data:
-        return Request(params, data.get("id"), messages=tuple(data["messages"]))
-    return Request(params, data.get("id"), prompt_token_ids=tuple(data["prompt_token_ids"]))
+        return Request(params, data.get("id"), messages=tuple(data["messages"]), cache=cache)
+    ids = tuple(data["prompt_token_ids"])
+    return Request(params, data.get("id"), prompt_token_ids=ids, cache=cache)
 
 
 def _parsed(line: str) -> Any:
@@ -185,6 +191,14 @@ def _prompt_problems(data: Mapping[str, Any]) -> list[str]:
         ok = isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
         expected = "a list of token ids, at least one"
     return [] if ok else [f"{given[0]} = {shown(value)}, expected {expected}"]
+
+
+def _cache_problems(cache: Mapping[str, Any]) -> list[str]:
+    if not cache:
+        return []
+    from tapeout.runtime.intake import cache_user
+
+    return cache_user(cache)[1]
 
 
 def _are_messages(value: Any) -> bool:

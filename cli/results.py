@@ -33,7 +33,11 @@ def result_object(output: RequestOutput, user_id: Any, prompt: str | None) -> di
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "seed": output.seed,
-        "usage": {"prompt_tokens": metrics.prompt_tokens, "completion_tokens": metrics.output_tokens},
+        "usage": {
+            "prompt_tokens": metrics.prompt_tokens,
+            "completion_tokens": metrics.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
+        },
         "metrics": {
             "time_to_first_token_seconds": ttft,
             "queue_seconds": metrics.queue_seconds,

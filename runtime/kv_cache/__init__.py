@@ -1,6 +1,7 @@
 """The KV cache manager: pages, page tables and the prefix cache. See README.md."""
 
 from tapeout.runtime.kv_cache.cache import KvCache
+from tapeout.runtime.kv_cache.events import CacheEvent, EventKind, Tier
 from tapeout.runtime.kv_cache.options import PrefixCacheOptions
 from tapeout.runtime.kv_cache.pages import NO_PAGE, CopyKind, PageCopies, PageCopy, pages_for
 from tapeout.runtime.kv_cache.pool import PagePool
@@ -11,9 +12,11 @@ from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PinnedPref
 __all__ = [
     "NO_PAGE",
     "AdmissionPages",
+    "CacheEvent",
     "CacheStats",
     "CacheUser",
     "CopyKind",
+    "EventKind",
     "KvCache",
     "KvCacheRetentionConfig",
     "PageCopies",
@@ -23,6 +26,7 @@ __all__ = [
     "PrefixCacheOptions",
     "RequestCache",
     "RequestCacheStats",
+    "Tier",
     "TokenRangeRetentionConfig",
     "pages_for",
 ]

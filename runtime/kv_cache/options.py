@@ -18,7 +18,7 @@ class PrefixCacheOptions:
         enable_prefix_reuse: keep pages after their request and use them for others.
         enable_partial_reuse: also copy the page that holds only the beginning of what is wanted.
         host_cache_bytes: memory on the host for pages that leave the device; 0 = none.
-        event_buffer_max_size: events kept for `LLM.kv_cache_events`; 0 = none are made.
+        event_buffer_max_size: events kept for `LLM.prefix_cache.events`; 0 = none are made.
 
     Raises:
         UsageError: naming every invalid value at once.
