@@ -170,7 +170,9 @@ class CudaExecutor:
             laps.lap("kernels")
             weights.wait()
             laps.lap("weights")
-        except CapacityError:
+        except CapacityError as error:
+            if error.hint is not None:  # it was not the GPU's memory
+                raise
             raise budget_error(what, lines, free) from None
         self._steps, self._sampled = memory.step, memory.sampling
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 
+from tapeout.plugins.errors import CapacityError
 from tapeout.runtime.executors.cuda.driver import Event, PinnedMemory, Stream
+from tapeout.runtime.executors.memory import BudgetLine, check_budget
+from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.kv_cache.pages import CopyKind, PageCopy
 
 
@@ -19,16 +22,20 @@ class PageMemory:
     Args:
         page_bytes: of one page, K and V of all layers.
         host_pages: pages of the host tier, pinned at once.
+
+    Raises:
+        CapacityError: the host has no memory, or none that may be locked, for its tier.
     """
 
     def __init__(self, pool_address: int, page_bytes: int, host_pages: int) -> None:
         self._pool_address, self._page_bytes = pool_address, page_bytes
         with ExitStack() as stack:
             self._host_address = 0
+            line = BudgetLine("host tier of the kv cache", host_pages * page_bytes, "lower host_cache_bytes")
+            check_budget("the host tier", [line], available_host_bytes())
             if host_pages:
-                self._host_address = stack.enter_context(
-                    closing(PinnedMemory(host_pages * page_bytes))
-                ).address
+                pinned = stack.enter_context(closing(_pinned(host_pages * page_bytes)))
+                self._host_address = pinned.address
             self._stream = stack.enter_context(closing(Stream()))
             self._done = stack.enter_context(closing(Event()))
             stack.callback(self._stream.wait)  # before anything above is freed
@@ -53,6 +60,13 @@ class PageMemory:
 
     def close(self) -> None:
         self._resources.close()
+
+
+def _pinned(size_bytes: int) -> PinnedMemory:
+    try:
+        return PinnedMemory(size_bytes)
+    except CapacityError as error:  # there is memory, but not that much may be locked
+        raise CapacityError(error.message, hint="lower host_cache_bytes") from None
 
 
 def _runs(copies: Sequence[PageCopy]) -> Iterator[tuple[PageCopy, int]]:

@@ -21,7 +21,7 @@ from tapeout.runtime.kv_cache import (
     TokenRangeRetentionConfig,
 )
 from tapeout.runtime.kv_cache.eviction import EvictionQueue
-from tapeout.runtime.kv_cache.radix_tree import PageNode
+from tapeout.runtime.kv_cache.radix_tree import Namespace, PageNode
 from tapeout.runtime.kv_cache.retention import DEFAULT_PRIORITY, Retention
 
 PER_PAGE = 4
@@ -266,13 +266,12 @@ def test_the_queue_does_not_grow_with_pages_that_come_and_go() -> None:
 def evict_us(num_pages: int) -> float:
     """Microseconds to evict a page from a full cache of short, unlike prompts; the best of some rounds."""
     kv = KvCache(num_pages=num_pages, tokens_per_page=4, num_slots=2, max_seq_len=16)
-    for page in range(num_pages):
-        ids = np.array([page, page >> 3, 1, 2, 0], np.int32)
-        kv.attach(0, ids, CacheUser(), kv.ask(ids, CacheUser(), 1, 0).match)
-        kv.grow(np.array([0]), np.array([4]))
-        kv.store(0, 4, lambda start, end, ids=ids: ids[start:end], -1)
-        kv.free(0)
-    assert kv.stats().device_pages == num_pages
+    cache = kv._cache
+    for page in cache.allocate(num_pages):
+        ids = np.array([page, page >> 3, 1, 2], np.int32)
+        cache.store(cache.tree.root(Namespace()), ids.tobytes(), page, None)
+        cache.release([page])
+    assert kv.stats().device_pages == kv.num_free == num_pages
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
