@@ -184,15 +184,14 @@ class KvCache:
         for i, node in enumerate(match.path):
             self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
-        self._found.update(
-            requests=1,
-            prompt_tokens=len(token_ids),
-            cached_tokens=tokens,
-            hit_pages=stats.hit_pages,
-            missed_pages=stats.missed_pages,
-            reused_pages=stats.reused_pages,
-            partial_copies=copied,
-        )
+        found = self._found
+        found["requests"] += 1
+        found["prompt_tokens"] += len(token_ids)
+        found["cached_tokens"] += tokens
+        found["hit_pages"] += stats.hit_pages
+        found["missed_pages"] += stats.missed_pages
+        found["reused_pages"] += stats.reused_pages
+        found["partial_copies"] += copied
         return stats
 
     def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:

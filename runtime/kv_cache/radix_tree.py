@@ -154,8 +154,8 @@ class RadixTree:
         parent = path[-1] if path else self._roots.get(namespace)
         if parent is None or not parent.sorted_keys:
             return None
-        start = len(path) * self._page_bytes
-        wanted = _as_bytes(token_ids)[start : min(start + self._page_bytes, max_tokens * _ID_BYTES)]
+        size = self._page_bytes // _ID_BYTES
+        wanted = _as_bytes(token_ids[len(path) * size : min((len(path) + 1) * size, max_tokens)])
         # In the order of bytes, what shares the longest beginning with a key stands next to its place.
         place = bisect.bisect_left(parent.sorted_keys, wanted)
         best, shared = None, 0
@@ -217,9 +217,11 @@ class RadixTree:
 
 def _shared_ids(key: bytes, wanted: bytes) -> int:
     """How many ids two pages, of which the second may be shorter, begin with in common."""
-    count = len(wanted) // _ID_BYTES
-    differ = np.flatnonzero(np.frombuffer(key, np.int32, count) != np.frombuffer(wanted, np.int32))
-    return int(differ[0]) if len(differ) else count
+    # As numbers, the first byte is the lowest: the lowest bit that differs tells where they part.
+    differ = int.from_bytes(key[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
+    if differ == 0:
+        return len(wanted) // _ID_BYTES
+    return ((differ & -differ).bit_length() - 1) // (8 * _ID_BYTES)
 
 
 def _as_bytes(token_ids: np.ndarray) -> bytes:
