@@ -47,6 +47,7 @@ STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
 )
 @run_options.apply(run_options.SAMPLING)
 @run_options.apply(run_options.RUNTIME)
+@run_options.apply(run_options.PREFIX_CACHE)
 @click.option("--stats", is_flag=True, help="Print times and speeds on stderr.")
 def command(
     engine: Path,
@@ -80,7 +81,7 @@ def command(
     from tapeout.runtime import LLM
 
     start = time.perf_counter()
-    with LLM(engine, **_given(flags, run_options.RUNTIME_NAMES)) as llm:
+    with LLM(engine, **_given(flags, run_options.RUNTIME_NAMES | run_options.PREFIX_CACHE_NAMES)) as llm:
         load_seconds = time.perf_counter() - start
         generation = Generation(llm, requests)
         start = time.perf_counter()

@@ -22,14 +22,14 @@ RUNTIME_NAMES = frozenset(
         "max_tokens_in_kv_cache",
         "free_memory_fraction",
         "chunk_tokens",
-        "enable_prefix_reuse",
-        "host_cache_bytes",
         "max_batch_size",
         "max_num_tokens",
         "threads",
         "strict_sku",
     )
 )
+
+PREFIX_CACHE_NAMES = frozenset(("enable_prefix_reuse", "host_cache_bytes"))
 
 #: SamplingParams' own default of 16 would cut nearly every answer asked for at a terminal.
 DEFAULT_MAX_TOKENS = 256
@@ -114,6 +114,18 @@ RUNTIME = (
     click.option("--kv-cache-tokens", "max_tokens_in_kv_cache", type=int, help="The same in tokens."),
     _number("--free-memory-fraction", float, "Most of the free memory the KV cache may take."),
     _number("--chunk-tokens", int, "Most prompt tokens of one request in a step."),
+    *LIMITS,
+    _number("--threads", int, "CPU threads."),
+    click.option(
+        "--strict-sku",
+        is_flag=True,
+        default=None,
+        help="Refuse a GPU of another model than the engine's, or a later CPU level; otherwise a warning.",
+    ),
+)
+
+#: The same, about the prefix cache; `bench` has no use for it, because it computes every prompt.
+PREFIX_CACHE = (
     click.option(
         "--no-prefix-reuse",
         "enable_prefix_reuse",
@@ -123,12 +135,4 @@ RUNTIME = (
         help="Compute every prompt as a whole, also what an earlier one began with.",
     ),
     _number("--host-cache-bytes", int, "Host memory for cached pages that leave the device. [default: 0]"),
-    *LIMITS,
-    _number("--threads", int, "CPU threads."),
-    click.option(
-        "--strict-sku",
-        is_flag=True,
-        default=None,
-        help="Refuse a GPU of another model than the engine's, or a later CPU level; otherwise a warning.",
-    ),
 )
