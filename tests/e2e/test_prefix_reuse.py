@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime import LLM, KvCacheRetentionConfig, SamplingParams, TokenRangeRetentionConfig
+from tapeout.runtime.bench.measured_llm import BenchRequest, MeasuredLLM
 from tapeout.runtime.kv_cache import EventKind, Tier
 
 PAGE = 16
@@ -183,3 +185,11 @@ def test_the_command_line_reuses_and_tells(tiny_engine: Path, tmp_path: Path, in
     assert result.exit_code == 2
     assert "cache_salt = 3, expected text" in result.stderr
     assert "kv_cache_retention_config = 5, expected" in result.stderr
+
+
+def test_a_benchmark_computes_every_prompt(tiny_engine: Path) -> None:
+    request = BenchRequest(np.array(ids(1, 64), np.int32), 3)
+    with MeasuredLLM(tiny_engine) as llm:
+        for _ in range(2):
+            llm.run([request])
+        assert llm.stats().prompt_tokens == 128
