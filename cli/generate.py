@@ -38,7 +38,9 @@ class Generation:
         for number, request in enumerate(requests, 1):
             try:
                 self._streams.append(
-                    llm.stream(_prompt(llm, request), request.params, priority=request.priority)
+                    llm.stream(
+                        _prompt(llm, request), request.params, priority=request.priority, **request.cache
+                    )
                 )
             except UsageError as error:
                 problems += _numbered(error, number, len(requests))

@@ -47,6 +47,7 @@ STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
 )
 @run_options.apply(run_options.SAMPLING)
 @run_options.apply(run_options.RUNTIME)
+@run_options.apply(run_options.PREFIX_CACHE)
 @click.option(
     "--trace", type=FILE, metavar="FILE", help="Write every scheduling decision as JSON lines, for `explain`."
 )
@@ -84,7 +85,8 @@ def command(
     from tapeout.runtime import LLM
 
     start = time.perf_counter()
-    with LLM(engine, trace=trace, **_given(flags, run_options.RUNTIME_NAMES)) as llm:
+    options = _given(flags, run_options.RUNTIME_NAMES | run_options.PREFIX_CACHE_NAMES)
+    with LLM(engine, trace=trace, **options) as llm:
         load_seconds = time.perf_counter() - start
         generation = Generation(llm, requests)
         start = time.perf_counter()

@@ -32,6 +32,8 @@ RUNTIME_NAMES = frozenset(
     )
 )
 
+PREFIX_CACHE_NAMES = frozenset(("enable_prefix_reuse", "host_cache_bytes"))
+
 #: SamplingParams' own default of 16 would cut nearly every answer asked for at a terminal.
 DEFAULT_MAX_TOKENS = 256
 
@@ -137,4 +139,17 @@ RUNTIME = (
         default=None,
         help="Refuse a GPU of another model than the engine's, or a later CPU level; otherwise a warning.",
     ),
+)
+
+#: The same, about the prefix cache; `bench` has no use for it, because it computes every prompt.
+PREFIX_CACHE = (
+    click.option(
+        "--no-prefix-reuse",
+        "enable_prefix_reuse",
+        flag_value=False,
+        type=bool,
+        default=None,
+        help="Compute every prompt as a whole, also what an earlier one began with.",
+    ),
+    _number("--host-cache-bytes", int, "Host memory for cached pages that leave the device. [default: 0]"),
 )

@@ -13,12 +13,14 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-from tapeout.plugins.errors import UsageError
+from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.plugins.sample.params import SamplingParams, shown, unsupported_generation_settings
+from tapeout.runtime.cache_control import PrefixCacheControl
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
-from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
+from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list, with_cache_options
 from tapeout.runtime.kv_budget import plan_kv_pool
+from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions, RequestCache
 from tapeout.runtime.laps import Laps
 from tapeout.runtime.llm_options import check_options, check_priorities, engine_path
 from tapeout.runtime.loop import EngineLoop
@@ -54,6 +56,10 @@ class LLM:
         chunking_policy: how prompts share a step: "first_come_first_served" (the default),
             "equal_progress" or "force_chunk".
         max_batch_size, max_num_tokens: lower the engine's limits for this process.
+        enable_prefix_reuse: keep pages of ended requests and use them for later ones that begin with the same
+            ids; enable_partial_reuse: also copy a page of which only the beginning is wanted.
+        host_cache_bytes: host memory for cached pages that leave the device; pinned on a GPU.
+        event_buffer_max_size: how many of the newest changes of the prefix cache `prefix_cache.events` has.
         threads: CPU threads for kernels, at most the machine's; None = the library's default.
         strict_sku: refuse a GPU of another model than the engine was built for, which otherwise is a
             warning, and on CPUs a later level than the engine's.
@@ -81,6 +87,10 @@ class LLM:
         chunking_policy: ChunkingPolicy | str | None = None,
         max_batch_size: int | None = None,
         max_num_tokens: int | None = None,
+        enable_prefix_reuse: bool = True,
+        enable_partial_reuse: bool = True,
+        host_cache_bytes: int = 0,
+        event_buffer_max_size: int = 0,
         threads: int | None = None,
         strict_sku: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
@@ -95,6 +105,12 @@ class LLM:
         path = engine_path(engine)
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
+        self._cache_options = PrefixCacheOptions(
+            enable_prefix_reuse=enable_prefix_reuse,
+            enable_partial_reuse=enable_partial_reuse,
+            host_cache_bytes=host_cache_bytes,
+            event_buffer_max_size=event_buffer_max_size,
+        )
         self.engine: Engine = open_engine(path, verify=False)
         laps.lap("open_engine")
         try:
@@ -108,9 +124,11 @@ class LLM:
                 chunking_policy=chunking_policy,
                 threads=threads,
             )
+            page_bytes = self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page)
+            host_pages = self._cache_options.host_pages(page_bytes)
             budget = plan_kv_pool(
                 limits=limits,
-                page_bytes=self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page),
+                page_bytes=page_bytes,
                 free_bytes=memory_left(self.engine, strict_sku=strict_sku),
                 free_memory_fraction=free_memory_fraction,
                 max_tokens=max_tokens_in_kv_cache,
@@ -125,7 +143,7 @@ class LLM:
             self.tokenizer = _load_tokenizer(self.engine)
             laps.lap("tokenizer")
             self._executor: Executor = load_executor(
-                self.engine, num_pages=budget.num_pages, threads=threads, laps=laps
+                self.engine, num_pages=budget.num_pages, host_pages=host_pages, threads=threads, laps=laps
             )
             try:
                 self._trace = None if trace is None else open_trace(trace)
@@ -157,20 +175,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their ends; one result per prompt, in order.
 
         Args:
-            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of these.
+            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of these. An object
+                may hold `cache_salt` and `kv_cache_retention_config` of its own.
             sampling_params: for all, or one per prompt; None = the model's generation defaults.
             priority: for all, or one per prompt; larger is served earlier (see docs/scheduling.md).
+            cache_salt: cached pages are shared among requests of the same salt only.
+            kv_cache_retention_config: how long pages of these requests are worth keeping.
 
         A request that fails while running has finish_reason "error" and does not disturb others.
 
         Raises:
             UsageError: some prompts can never run; nothing was run.
         """
-        collectors = self._add(as_prompt_list(prompts), sampling_params, priority)
+        with_options = with_cache_options(as_prompt_list(prompts), cache_salt, kv_cache_retention_config)
+        collectors = self._add(with_options, sampling_params, priority)
         try:
             for collector in collectors:
                 while not collector.finished:
@@ -181,7 +205,13 @@ class LLM:
         return [c.output() for c in collectors]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> RequestStream:
         """Run one prompt; returns an iterator of deltas. The request is queued at once.
 
@@ -193,7 +223,8 @@ class LLM:
         Raises:
             UsageError: at once, when the prompt can never run.
         """
-        (collector,) = self._add([prompt], sampling_params, priority)
+        with_options = with_cache_options([prompt], cache_salt, kv_cache_retention_config)
+        (collector,) = self._add(with_options, sampling_params, priority)
         return RequestStream(collector, self._next_delta, self._abandoned.append)
 
     def chat(
@@ -206,6 +237,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> list[RequestOutput]:
         """Run one conversation, or a list of them, through the chat template."""
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
@@ -220,7 +253,13 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, priority=priority)
+        return self.generate(
+            prompts,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            kv_cache_retention_config=kv_cache_retention_config,
+        )
 
     def chat_prompt(
         self,
@@ -263,6 +302,11 @@ class LLM:
         with self._lock:
             return self._loop.stats()
 
+    @property
+    def prefix_cache(self) -> PrefixCacheControl:
+        """Statistics and events of the prefix cache, pinned prefixes, `clear`."""
+        return PrefixCacheControl(lambda: self._loop, self._lock, self._compute)
+
     def close(self) -> None:
         """Abort what runs, free memory and threads. May be called again."""
         with self._lock:
@@ -286,8 +330,14 @@ class LLM:
     # ---- inside ---------------------------------------------------------------------------
 
     def _new_loop(self, options: SchedulerOptions) -> EngineLoop:
-        observer = None if self._trace is None else EventMaker(self._trace.take)
-        return new_loop(self._executor, options, on_step=self._on_step, observer=observer)
+        return new_loop(
+            self._executor,
+            options,
+            cache_options=self._cache_options,
+            weights=self.engine.weights_digest,
+            on_step=self._on_step,
+            observer=None if self._trace is None else EventMaker(self._trace.take),
+        )
 
     def _add(
         self,
@@ -327,7 +377,8 @@ class LLM:
         request_id = str(next(self._ids))
         clock = self._loop.clock()
         times = RequestTimes(arrival=clock)
-        collector = Collector(request_id, checked, self.tokenizer, times, time.time() - clock)
+        cache = RequestCache(checked.cache_user)
+        collector = Collector(request_id, checked, self.tokenizer, times, time.time() - clock, cache)
         self._loop.add(
             Request(
                 request_id=request_id,
@@ -340,9 +391,19 @@ class LLM:
                 stop_token_ids=frozenset(checked.params.stop_token_ids),
                 watched=collector.watches,
                 priority=priority,
+                cache=cache,
             )
         )
         return collector
+
+    def _compute(self, prompt: Prompt) -> CheckedRequest:
+        """Have a prompt's pages computed, for one that is pinned."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        (checked,) = self._intake.check([prompt], [params])
+        (output,) = self.generate([prompt], params)
+        if output.outputs[0].finish_reason == "error":
+            raise TapeoutError(f"the prefix could not be computed: {output.outputs[0].stop_reason}")
+        return checked
 
     def _turn(self) -> None:
         """One turn of the loop, under the lock."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -195,6 +196,8 @@ class EngineLoop:
         """Give slots to waiting requests; why the next one gets none."""
         if not self._waiting:
             return None
+        if self.kv_cache.any_to_store and self.capacity.num_free_slots:
+            self._store_pages()
         admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache)
         now = self.clock()
         for request, admission in admitted:
@@ -217,11 +220,11 @@ class EngineLoop:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
         draining = np.array([r.slot for r in self._draining.values()], np.int64)
-        returning = int(kv_cache.held_pages(draining).sum())
-        paused = slots_to_pause(plan, running, kv_cache, returning)
-        for slot in paused.tolist():
+        paused = slots_to_pause(plan, running, kv_cache, draining)
+        # Paused one after the other: what one shares with those before it comes back with them.
+        returning = kv_cache.returning_pages(paused[::-1])[::-1].tolist()
+        for slot, pages in zip(paused.tolist(), returning, strict=True):
             request = running.request(slot)
-            pages = int(kv_cache.held_pages(np.array([slot]))[0])
             self._paused.append(Pause(request.request_id, pages, short, int(running.planned_tokens[slot])))
             self._counts["pauses"] += 1
             running.pause(request)
@@ -268,6 +271,8 @@ class EngineLoop:
         running.planned_tokens[slots] += plan.samples
         try:
             self.kv_cache.grow(slots, plan.ends)
+            if self.kv_cache.has_copies:
+                self._copy_pages()
             handle = self.executor.submit(pack_step(plan, running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
@@ -275,6 +280,18 @@ class EngineLoop:
         running.last_step[slots] = plan.step
         self._in_flight.append(_InFlight(plan, handle))
         self._counts["prompt_tokens"] += int(plan.sizes[: plan.num_context].sum())
+
+    def _copy_pages(self) -> None:
+        """Have the executor carry out page copies before the step that relies on them."""
+        try:
+            self.executor.copy_pages(self.kv_cache.take_copies())
+        except Exception as error:
+            # What the pages hold is not known any more, whoever they are of.
+            self.kv_cache.clear()
+            for request_id in self.running.names():
+                if (request := self.running.get(request_id)) is not None:
+                    self._fail(request, error)
+            raise
 
     def _read(self, step: _InFlight) -> None:
         """Wait for a step, hand out its ids, and release what no later step uses."""
@@ -286,6 +303,7 @@ class EngineLoop:
         # Only now: a KeyboardInterrupt while waiting leaves the step in flight, to be read later.
         self._in_flight.popleft()
         self._last_read = step.plan.step
+        self.kv_cache.step_read(self._last_read)
         if isinstance(outcome, Exception):
             self._fail_step(step.plan, outcome)
         else:
@@ -317,6 +335,22 @@ class EngineLoop:
         for i in running.append(slots, token_ids).tolist():
             if running.alive[slots[i]]:
                 self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
+        if self.kv_cache.any_to_store and self.kv_cache.events.enabled:
+            self._store_pages()
+
+    def _store_pages(self) -> None:
+        """Leave pages that have become full to the prefix cache. It sees them when somebody looks: before
+        an admission, at their request's end, after every step when events tell others of them."""
+        # Finite logits show that what a request has in the cache is sound; before, nothing does.
+        ready = self.running.alive & self.running.has_sampled
+        for slot in self.kv_cache.slots_to_store(ready):
+            self._store(self.running.request(slot))
+
+    def _store(self, request: Request) -> None:
+        slot, running = request.slot, self.running
+        # The last id has been read, but it has not been, or may not have been, in a step that was.
+        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1
+        self.kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))
 
     def _look_at(
         self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
@@ -399,5 +433,8 @@ class EngineLoop:
         return bool(self.running.last_step[request.slot] > self._last_read)
 
     def _release(self, request: Request) -> None:
-        self.kv_cache.free(request.slot)
+        has_failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
+        if not has_failed and self.running.has_sampled[request.slot]:
+            self._store(request)
+        self.kv_cache.free(request.slot, failed=has_failed)
         self.capacity.release(request)

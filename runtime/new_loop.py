@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.kv_cache import KvCache, PrefixCacheOptions
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.observe import Observer
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
@@ -34,17 +34,22 @@ def new_loop(
     executor: Executor,
     options: SchedulerOptions,
     *,
+    cache_options: PrefixCacheOptions | None = None,
+    weights: str = "",
     overlap: bool = True,
     on_step: Callable[[StepRecord], None] | None = None,
     observer: Observer | None = None,
 ) -> EngineLoop:
-    """A loop over the executor's whole pool, with nothing queued."""
+    """A loop over the executor's whole pool, with nothing queued. `weights`: their digest."""
     limits, num_pages = executor.limits, executor.num_pages
     cache = KvCache(
         num_pages=num_pages,
         tokens_per_page=limits.tokens_per_page,
         num_slots=options.max_batch_size,
         max_seq_len=limits.max_seq_len,
+        options=cache_options,
+        host_pages=executor.host_pages,
+        weights=weights,
     )
     capacity = CapacityScheduler(
         num_pages=num_pages,

@@ -15,6 +15,7 @@ import numpy as np
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob, SampleResult
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache.pages import PageCopies
 
 __all__ = ["FROM_SLOT", "NO_IDS", "Executor", "Logprob", "StepHandle", "StepInputs", "StepResult"]
 
@@ -56,11 +57,10 @@ class StepHandle(Protocol):
         """Wait for the step; raises what the executor raised."""
 
 
-class Executor(Protocol):
-    """Replays the engine's program. Steps run in the order submitted."""
+class Executor(PageCopies, Protocol):
+    """Replays the engine's program and copies pages. Steps run in the order submitted."""
 
     limits: Limits
-    num_pages: int
 
     def admit(
         self,

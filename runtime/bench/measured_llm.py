@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +76,11 @@ class Run:
 
 
 class MeasuredLLM(LLM):
-    """Use `run` instead of `generate`; everything else is as users have it."""
+    """Use `run` instead of `generate`; everything else is as users have it, but for prefix reuse: runs repeat
+    their prompts, and every one of them is to be computed."""
+
+    def __init__(self, engine: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(engine, **{"enable_prefix_reuse": False, **options})
 
     def run(self, requests: Sequence[BenchRequest], *, max_concurrency: int | None = None) -> Run:
         """Run requests, greedily and each to its full length, in flight together.

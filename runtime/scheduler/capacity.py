@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from tapeout.runtime.kv_cache import KvCache, pages_for
+from tapeout.runtime.kv_cache import AdmissionPages, KvCache, pages_for
 from tapeout.runtime.scheduler.policies import CapacityPolicy
 from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.request import Request
@@ -25,9 +25,12 @@ class Admission:
     """A request was given a slot.
 
     Attributes:
-        pages: what admission reckoned with: its worst case, or under MAX_UTILIZATION its present need.
+        pages: what admission reckoned with: its worst case, or under MAX_UTILIZATION its present need,
+            without pages of the prefix cache that others hold anyway.
         available_pages: what there was to reckon with.
-        recompute_tokens: tokens whose pages were lost when it was paused; 0 for one that is new.
+        cached_tokens: of its context, which the prefix cache had.
+        recompute_tokens: tokens that were in the KV cache when it was paused and were not found in the
+            prefix cache; 0 for one that is new.
     """
 
     request_id: str
@@ -36,11 +39,14 @@ class Admission:
     available_pages: int
     policy: CapacityPolicy
     resumed: bool = False
+    cached_tokens: int = 0
     recompute_tokens: int = 0
 
     def reason(self) -> str:
         need, of = _NEED[self.policy]
         text = f"{need} {self.pages} of {self.available_pages} pages {of}"
+        if self.cached_tokens:
+            text += f"; {self.cached_tokens} tokens are cached"
         if self.resumed:
             return f"resumed: {text}; {self.recompute_tokens} tokens are computed again"
         return f"admitted: {text}"
@@ -84,8 +90,8 @@ class CapacityScheduler:
     that run. It never depends on the queue's length.
 
     What a request must find (see `CapacityPolicy`):
-        worst case: pages for prompt and `max_tokens`. They are committed until it is released, and page
-            use never exceeds what is committed.
+        worst case: pages for prompt and `max_tokens`. They are committed until it is released, and pages
+            never run out. A page that several share counts once, so the sum may exceed the pool.
         present need: pages for its context and a page's worth of tokens more, but never more than the
             worst case; free beyond the same need of every running request. So after an admission
             nobody has to be paused for at least `tokens_per_page` steps.
@@ -132,6 +138,9 @@ class CapacityScheduler:
     ) -> tuple[list[tuple[Request, Admission]], Held | None]:
         """Take requests from the front of `waiting` while they fit.
 
+        A page of the prefix cache that others hold costs a request nothing; those that nobody holds count
+        as free until it takes them, which it does here.
+
         Returns the admitted ones, whose `slot` is set, and why the next one is not among them.
         """
         admitted: list[tuple[Request, Admission]] = []
@@ -146,15 +155,19 @@ class CapacityScheduler:
             if not self._free_slots:
                 return admitted, self._held(request, HoldCause.SLOTS, self.max_batch_size, 0)
             if available is None:
-                available = self._available_pages(running, kv_cache)
-            pages = self._needed_pages(request)
-            if pages > available:
-                return admitted, self._held(request, HoldCause.PAGES, pages, max(available, 0))
+                available = self.available_pages(running, kv_cache)
+            ids, cache = request.context_token_ids, request.cache
+            pages = kv_cache.ask(ids, cache.user, self._needed_pages(request), available)
+            if not pages.fits:
+                return admitted, self._held(request, HoldCause.PAGES, pages.needed, max(available, 0))
             waiting.remove(request.request_id)
             request.slot = self._free_slots.pop()
             self.committed_pages += self.worst_case_pages(request)
-            admitted.append((request, self._admission(request, pages, available)))
-            available -= pages
+            # At once: what the next one finds may be what this one holds now.
+            cache.attached(kv_cache.attach(request.slot, ids, cache.user, pages.match, request.prompt_tokens))
+            admitted.append((request, self._admission(request, pages)))
+            # Whatever of it was taken already, and whatever is still to come.
+            available -= pages.needed
             request = waiting.first()
         return admitted, None
 
@@ -170,18 +183,28 @@ class CapacityScheduler:
             tokens = min(request.context_tokens + self.tokens_per_page, tokens)
         return pages_for(tokens, self.tokens_per_page)
 
-    def _available_pages(self, running: Running, kv_cache: KvCache) -> int:
+    def available_pages(self, running: Running, kv_cache: KvCache) -> int:
+        """Pages that nobody holds and none of those that run is to find free; below 0 where they may have
+        to be paused."""
         if not self.may_pause:
-            return self.num_pages - self.committed_pages
+            return kv_cache.uncommitted_pages(self.committed_pages)
         slots = running.order
         tokens = np.maximum(running.context_tokens[slots], running.cached_tokens[slots])
         tokens = np.minimum(tokens + self.tokens_per_page, running.worst_case_tokens[slots])
         return kv_cache.num_free - int(kv_cache.missing_pages(slots, tokens).sum())
 
-    def _admission(self, request: Request, pages: int, available: int) -> Admission:
-        resumed = request.pauses > 0
-        lost = request.lost_tokens
-        return Admission(request.request_id, request.slot, pages, available, self.policy, resumed, lost)
+    def _admission(self, request: Request, pages: AdmissionPages) -> Admission:
+        found = request.cache.attached_tokens
+        return Admission(
+            request.request_id,
+            request.slot,
+            pages.needed,
+            pages.available,
+            self.policy,
+            resumed=request.pauses > 0,
+            cached_tokens=found,
+            recompute_tokens=max(request.lost_tokens - found, 0),
+        )
 
     def _held(self, request: Request, cause: HoldCause, needed: int, available: int) -> Held:
         return Held(request.request_id, cause, needed, available, self.policy, request.pauses > 0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
+from tapeout.runtime.kv_cache.users import RequestCache
 
 _NO_IDS = np.zeros(0, np.int32)
 
@@ -70,6 +71,7 @@ class Request:
         watched: the sink sees every token as soon as it is read, because its text can end the request or
             its logprobs are wanted. Otherwise it gets them together: at the end, or when it is asked.
         priority: larger is served earlier; see PRIORITY_STEPS.
+        cache: its namespace and retention in the prefix cache, and what it found there.
         slot: executor slot and page table, -1 while waiting and after release.
         handed_tokens: tokens a sink that does not watch has been given.
         rank: (step it counts as arrived in, number of its arrival); the smaller one goes first. Set when
@@ -89,6 +91,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     watched: bool = True
     priority: int = 0
+    cache: RequestCache = field(default_factory=RequestCache)
     slot: int = -1
     handed_tokens: int = 0
     finish: Finish | None = None

@@ -19,11 +19,11 @@ def pages_short(plan: StepPlan, kv_cache: KvCache) -> int:
     return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - kv_cache.num_free
 
 
-def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, returning_pages: int) -> np.ndarray:
+def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, draining: np.ndarray) -> np.ndarray:
     """int64: slots of the fewest requests whose pause gives the others their pages; newest first, by rank.
 
     Args:
-        returning_pages: held by requests that have ended or were paused, and that only wait for a step.
+        draining: slots of requests that have ended or were paused, and that only wait for a step.
 
     The first by rank is never among them: any request fits into the pool alone.
     """
@@ -32,9 +32,12 @@ def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, returnin
     need[plan.slots] = kv_cache.missing_pages(plan.slots, plan.ends)
     # Who is about to end brings its pages back without being paused.
     ending = running.planned_tokens[order] >= running.max_tokens[order]
-    coming = kv_cache.num_free + returning_pages + int(kv_cache.held_pages(order[ending]).sum())
+    leaving = np.union1d(draining, order[ending])
     candidates = order[~ending]
-    held = kv_cache.held_pages(candidates).astype(np.int64)
+    # In the order of leaving from behind: a page that is shared comes back with the last who holds it.
+    returning = kv_cache.returning_pages(np.concatenate([candidates, leaving])).astype(np.int64)
+    coming = kv_cache.num_free + kv_cache.retired_pages + returning[len(candidates) :].sum()
+    held = returning[: len(candidates)]
     # If the first k go on, they need this much, and this much comes from those behind them.
     needed, given = np.cumsum(need[candidates]), held.sum() - np.cumsum(held)
     stay = int(np.count_nonzero(needed <= coming + given))

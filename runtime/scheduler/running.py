@@ -27,6 +27,8 @@ class Running:
         cached_tokens: tokens in the KV cache after all submitted steps.
         planned_tokens: output tokens sampled by all submitted steps.
         output_tokens: output tokens read.
+        resumed_tokens: output tokens it had when it was admitted; more of them show that all its context
+            has been computed.
         last_step: index of the last submitted step it is part of, -1 before.
         alive: it has not ended, so ids that are read for it are its own.
         planned: it takes part in planning: it has neither ended nor been paused.
@@ -42,6 +44,7 @@ class Running:
 
         self.context_tokens, self.max_tokens, self.worst_case_tokens = numbers(), numbers(), numbers()
         self.cached_tokens, self.planned_tokens, self.output_tokens = numbers(), numbers(), numbers()
+        self.resumed_tokens = numbers()
         self.last_step = np.full(num_slots, -1, np.int64)
         self.alive, self.planned = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         self.look_at = numbers()
@@ -98,7 +101,8 @@ class Running:
         self.context_tokens[slot], self.max_tokens[slot] = request.context_tokens, request.max_tokens
         self.worst_case_tokens[slot] = request.worst_case_tokens
         had = len(request.output_token_ids)
-        self.cached_tokens[slot] = 0
+        self.cached_tokens[slot] = request.cache.attached_tokens
+        self.resumed_tokens[slot] = had
         self.planned_tokens[slot] = self.output_tokens[slot] = had
         self.output_ids[slot, :had] = request.output_token_ids
         self.last_step[slot] = -1
@@ -125,6 +129,12 @@ class Running:
         self.planned[request.slot] = False
         self._some_left = True
 
+    @property
+    def has_sampled(self) -> np.ndarray:
+        """bool [num_slots]: a token has been read for the slot's request since it was admitted."""
+        sampled: np.ndarray = self.output_tokens > self.resumed_tokens
+        return sampled
+
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """One id was read for each of these slots: which of them have to be looked at now, as indices.
 
@@ -142,6 +152,13 @@ class Running:
         """The ids read for a slot, without the first `start`."""
         ids: list[int] = self.output_ids[slot, start : self.output_tokens[slot]].tolist()
         return ids
+
+    def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
+        """int32: prompt and ids read, at these positions."""
+        prompt, output = request.prompt_token_ids, self.output_ids[request.slot]
+        if start >= len(prompt):
+            return output[start - len(prompt) : end - len(prompt)]
+        return np.concatenate([prompt[start:end], output[: max(end - len(prompt), 0)]])
 
     def looked_at(self, request: Request) -> None:
         """The request's newest token has been dealt with and did not end it."""

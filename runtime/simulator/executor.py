@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache import PageCopy
 from tapeout.runtime.step import NO_IDS, StepInputs, StepResult
 
 
@@ -24,7 +27,7 @@ class ScriptedExecutor:
 
     def __init__(self, limits: Limits, num_pages: int) -> None:
         self.limits = limits
-        self.num_pages = num_pages
+        self.num_pages, self.host_pages = num_pages, 0
         batch = limits.max_batch_size
         self._ids, self._logprobs = np.zeros(batch, np.int32), (None,) * batch
         self._finite = np.ones(batch, bool)
@@ -37,6 +40,9 @@ class ScriptedExecutor:
         output_token_ids: np.ndarray = NO_IDS,
     ) -> None:
         pass
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Pages hold nothing."""
 
     def submit(self, inputs: StepInputs) -> ScriptedStep:
         rows = len(inputs.row_ids)

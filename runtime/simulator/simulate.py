@@ -12,6 +12,7 @@ from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams, shown
 from tapeout.plugins.sample.result import Logprob
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache import PrefixCacheOptions
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
@@ -23,6 +24,8 @@ from tapeout.runtime.trace.writer import EventMaker, start_event
 #: One zero, however long: what a prompt holds is never looked at.
 _ZEROS = np.broadcast_to(np.zeros(1, np.int32), MAX_TOKENS)
 _GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+#: All prompts being alike, each would find the others' pages.
+_NO_REUSE = PrefixCacheOptions(enable_prefix_reuse=False)
 _MOST_SLOTS, _MOST_TOKENS, _MOST_PAGES = 65_536, 2**24, 2**24
 
 
@@ -115,7 +118,7 @@ def _loop(options: SimulationOptions, longest_tokens: int, observer: EventMaker)
         chunking_policy=options.chunking,
     )
     executor = ScriptedExecutor(limits, options.pages)
-    return new_loop(executor, schedulers, overlap=options.overlap, observer=observer)
+    return new_loop(executor, schedulers, cache_options=_NO_REUSE, overlap=options.overlap, observer=observer)
 
 
 def _request(arrival: Arrival) -> Request:

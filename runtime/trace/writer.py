@@ -25,6 +25,7 @@ def step_event(record: StepRecord) -> dict[str, Any]:
     if record.admitted:
         event["admitted"] = [
             {"id": a.request_id, "slot": a.slot, "reason": a.reason()}
+            | ({"cached_tokens": a.cached_tokens} if a.cached_tokens else {})
             | ({"resumed": True, "recompute_tokens": a.recompute_tokens} if a.resumed else {})
             for a in record.admitted
         ]

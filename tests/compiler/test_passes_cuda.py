@@ -191,7 +191,8 @@ class TestSelectRowsEarly:
         assert graph.apply(select_rows_early) == 1
         torch.testing.assert_close(graph.run(), graph.expected())
         sources = {select.args[0].name for select in graph.graph.nodes(ops.select_rows.default)}
-        assert len(sources) == 2 and any(name.startswith("getitem") for name in sources)
+        assert len(sources) == 2
+        assert any(name.startswith("getitem") for name in sources)
 
     @pytest.mark.parametrize(
         "function",

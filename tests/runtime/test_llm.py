@@ -70,6 +70,7 @@ class FakeEngine:
         self.weights: dict[str, Any] = {}
         self.program = SimpleNamespace(arena_bytes=0)
         self.verified = self.closed = False
+        self.weights_digest = "fake"
 
     def text(self, name: str) -> bytes:
         return self.texts[name].encode()
@@ -106,7 +107,9 @@ def make_llm(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterato
         monkeypatch.setattr(llm_module, "open_engine", lambda path, **_: engine)
         monkeypatch.setattr(
             "tapeout.runtime.executors.load_executor",
-            lambda engine, *, num_pages, **_: fakes.FakeExecutor(LIMITS, num_pages, script),
+            lambda engine, *, num_pages, host_pages, **_: fakes.FakeExecutor(
+                LIMITS, num_pages, script, host_pages=host_pages
+            ),
         )
         made.append(LLM("fake.engine", **options))
         return made[-1]
