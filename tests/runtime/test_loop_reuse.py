@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapeout.runtime.kv_cache import CacheUser, CopyKind, PrefixCacheOptions, RequestCache, radix_tree
+from tapeout.runtime.scheduler.policies import CapacityPolicy
 from tapeout.runtime.scheduler.request import FinishReason
 
 
@@ -31,9 +32,10 @@ def test_any_life_gives_the_ids_a_request_gets_alone(
     radix_tree.PageKey = CollidingKey if collide else bytes
     per_page = choose.randint(1, 4)
     rig = fakes.make_rig(
-        num_pages=choose.randint(30 // per_page, 60 // per_page) + 2, tokens_per_page=per_page,
+        num_pages=choose.randint(-(-24 // per_page), 60 // per_page + 2), tokens_per_page=per_page,
         max_batch_size=choose.randint(1, 5), max_num_tokens=choose.randint(1, 16), max_seq_len=24,
-        chunk_tokens=choose.choice([None, 3]), host_pages=host_pages if reuse else 0,
+        chunk_tokens=choose.choice([None, 3]), capacity_policy=choose.choice(list(CapacityPolicy)),
+        host_pages=host_pages if reuse else 0,
         cache_options=PrefixCacheOptions(enable_prefix_reuse=reuse),
         hash_of=(lambda key, parent: 7) if collide else radix_tree.page_hash,
         nan_when=lambda tokens: tokens[0] == 13 and len(tokens) % 5 == 0,
@@ -129,6 +131,92 @@ def test_a_running_request_shares_its_prompt(fakes: SimpleNamespace) -> None:
     rig.run()
     assert long.token_ids == fakes.expected_ids([*prompt, 9], 15, eos=-1)
     assert short.token_ids == fakes.expected_ids([*prompt, 10], 15, eos=-1)
+
+
+# ---- pausing ------------------------------------------------------------------------------
+
+PRESSED = {
+    "num_pages": 12,
+    "tokens_per_page": 2,
+    "max_seq_len": 24,
+    "capacity_policy": CapacityPolicy.MAX_UTILIZATION,
+    "overlap": False,
+}
+
+
+@pytest.mark.parametrize("host_pages", [0, 24])
+def test_a_paused_request_goes_on_with_what_is_still_cached(fakes: SimpleNamespace, host_pages: int) -> None:
+    rig = fakes.make_rig(**PRESSED, host_pages=host_pages)
+    prompts = [[i + 1] * 4 for i in range(4)]
+    sinks = [rig.add(prompt, 12, eos=frozenset()) for prompt in prompts]
+    rig.run()
+    assert [s.token_ids for s in sinks] == [fakes.expected_ids(p, 12, eos=-1) for p in prompts]
+    resumed = [a for r in rig.records for a in r.admitted if a.resumed]
+    assert resumed
+    assert any(a.cached_tokens for a in resumed)
+    starts = {s.request_id: s.start for r in rig.records for s in r.plan.context}
+    assert any(starts.values()), "context begins behind what was found"
+    stats = rig.loop.stats()
+    assert stats.recomputed_tokens == sum(a.recompute_tokens for a in resumed)
+    assert stats.prompt_tokens == 4 * 4 + stats.recomputed_tokens + len(resumed)
+    if host_pages:  # nothing is lost; all but the page that was not full is found again
+        assert all(a.recompute_tokens < 2 for a in resumed)
+    assert all(r.cache.cached_tokens == 0 for r in rig.requests.values()), "its own pages are no hit"
+
+
+def test_nothing_is_cached_of_a_resumed_request_before_it_was_computed_again(fakes: SimpleNamespace) -> None:
+    """It has output already when it is aborted amid its context."""
+    rig = fakes.make_rig(**PRESSED, chunk_tokens=2)
+    for i in range(4):
+        rig.add([i + 1] * 4, 12, eos=frozenset())
+    while not (resumed := [a.request_id for r in rig.records for a in r.admitted if a.resumed]):
+        rig.loop.step()
+    request = rig.requests[resumed[0]]
+    running = rig.loop.running
+    ids = request.context_token_ids.tolist()
+    assert running.output_tokens[request.slot] > 0
+    assert running.cached_tokens[request.slot] < len(ids) - 2, "it still reads context"
+    computed = int(running.cached_tokens[request.slot])
+    rig.loop.abort(resumed[0])
+    rig.run()
+    sink, cached = run_one(rig, ids)
+    assert cached <= computed
+    assert sink.token_ids == fakes.expected_ids(ids, 4, eos=-1)
+
+
+def test_pages_that_others_share_do_not_count_as_coming_back(fakes: SimpleNamespace) -> None:
+    """Four of one prompt: pausing one gives back its own pages, pausing several what only they share."""
+    rig = fakes.make_rig(**PRESSED | {"num_pages": 14})
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    run_one(rig, prompt)
+    sinks = [rig.add([*prompt, i], 12, eos=frozenset()) for i in range(4)]
+    kv, make_room, told = rig.loop.kv_cache, rig.loop._make_room, []
+
+    def checked(plan: Any, short: int) -> Any:
+        free = kv.num_free
+        fitted = make_room(plan, short)
+        pauses = rig.loop._paused
+        told.append(len(pauses))
+        # Without overlap they come back at once: as many as were told, and no more are paused than it takes.
+        assert kv.num_free - free == sum(pause.pages for pause in pauses)
+        assert kv.num_free - free - pauses[-1].pages < short
+        return fitted
+
+    rig.loop._make_room = checked
+    rig.run()
+    assert sum(told)
+    assert [s.token_ids for s in sinks] == [fakes.expected_ids([*prompt, i], 12, eos=-1) for i in range(4)]
+
+
+@pytest.mark.parametrize("policy", CapacityPolicy)
+def test_cached_pages_are_there_for_every_policy(fakes: SimpleNamespace, policy: CapacityPolicy) -> None:
+    rig = fakes.make_rig(capacity_policy=policy, num_pages=6, max_seq_len=24)
+    for i in range(1, 5):  # idle pages of others are evicted for the next
+        prompt = [i] * 9
+        assert run_one(rig, prompt)[1] == 0
+        again, cached = run_one(rig, prompt)
+        assert cached == 8
+        assert again.token_ids == fakes.expected_ids(prompt, 4, eos=-1)
 
 
 def test_salts_do_not_share(fakes: SimpleNamespace) -> None:

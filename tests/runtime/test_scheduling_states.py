@@ -1,8 +1,9 @@
 """The loop as a state machine: whatever comes, in whatever order, under every policy.
 
-Arrivals, cancellations, failing steps, logits that are not finite and too few pages are mixed by
-hypothesis. The fake executor keeps real pages of token ids, so a page that is shared, freed too early or
-filled with the wrong tokens changes what a request gets.
+Arrivals, shared prompts, cancellations, failing steps and page copies, logits that are not finite, too few
+pages, pins and clears of the prefix cache are mixed by hypothesis. The fake executor keeps real pages of
+token ids, so a page that is shared wrongly, freed too early or filled with the wrong tokens changes what a
+request gets.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,6 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tapeout.plugins.errors import UsageError
+from tapeout.runtime.kv_cache import CacheUser, PinnedPrefix, PrefixCacheOptions
 from tapeout.runtime.scheduler.plan import Reason
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import StepRecord
@@ -31,6 +35,12 @@ from tapeout.runtime.scheduler.request import FinishReason
 MAX_SEQ_LEN = 24
 #: A prompt that begins so gets logits that are not finite once it has grown by some tokens.
 CURSED = 21
+STEM = [3, 1, 2, 1, 3, 2]
+PROMPTS = st.lists(st.integers(1, CURSED), min_size=1, max_size=8) | st.builds(
+    lambda count, tail: STEM[:count] + tail,
+    st.integers(1, len(STEM)),
+    st.lists(st.integers(1, 3), max_size=2),
+)
 
 
 class Scheduling(RuleBasedStateMachine):
@@ -48,8 +58,12 @@ class Scheduling(RuleBasedStateMachine):
         capacity_policy=st.sampled_from([CapacityPolicy.MAX_UTILIZATION] * 4 + list(CapacityPolicy)),
         chunking_policy=st.sampled_from(ChunkingPolicy),
         overlap=st.booleans(),
+        reuse=st.sampled_from([True, True, True, False]),
+        host_pages=st.integers(0, 6),
     )
-    def start(self, *, spare_pages: int, tokens_per_page: int, **options: Any) -> None:
+    def start(
+        self, *, spare_pages: int, tokens_per_page: int, reuse: bool, host_pages: int, **options: Any
+    ) -> None:
         self.options = options
         # From a pool that holds one request at its longest up.
         num_pages = -(-MAX_SEQ_LEN // tokens_per_page) + spare_pages
@@ -59,12 +73,15 @@ class Scheduling(RuleBasedStateMachine):
             max_seq_len=MAX_SEQ_LEN,
             nan_when=lambda tokens: tokens[0] == CURSED and len(tokens) >= 6,
             script=self.fakes.rarely_ending_id,
+            host_pages=host_pages if reuse else 0,
+            cache_options=PrefixCacheOptions(enable_prefix_reuse=reuse),
             **options,
         )
         self.tokens_per_page = tokens_per_page
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.may_fail: set[str] = set()
         self.aborted: set[str] = set()
+        self.pins: list[PinnedPrefix] = []
         self.waited: dict[str, int] = {}
         self.rig.loop.on_step = self.check_record  # while the step is planned, so that state is its own
         self.context_was_left_out = False
@@ -72,7 +89,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule(
         requests=st.lists(
             st.tuples(
-                st.lists(st.integers(1, CURSED), min_size=1, max_size=8),
+                PROMPTS,
                 st.integers(1, 16),  # max_tokens
                 st.sampled_from([0, 0, 0, 1, -1]),  # priority
                 st.booleans(),  # watched
@@ -105,6 +122,33 @@ class Scheduling(RuleBasedStateMachine):
         name = "refuse_steps" if refuse else "fail_steps"
         setattr(executor, name, getattr(executor, name) | {len(executor.steps)})
 
+    @rule()
+    def turn_in_which_copies_fail(self) -> None:
+        self.rig.executor.fail_copies = True
+        self.one_turn()
+        self.rig.executor.fail_copies = False
+
+    @precondition(lambda self: len(self.wanted) % 3 == 2)
+    @rule()
+    def clear_the_prefix_cache(self) -> None:
+        self.rig.loop.kv_cache.clear()
+        self.pins.clear()
+
+    @rule(tokens=st.integers(1, len(STEM)))
+    def pin(self, tokens: int) -> None:
+        loop = self.rig.loop
+        available = loop.capacity.available_pages(loop.running, loop.kv_cache)
+        try:
+            ids = np.array(STEM[:tokens], np.int32)
+            self.pins.append(loop.kv_cache.pin(ids, CacheUser(), available))
+        except UsageError:
+            return
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        self.rig.loop.kv_cache.unpin(self.pins.pop())
+
     @invariant()
     def pages_are_whole(self) -> None:
         if hasattr(self, "rig"):
@@ -120,6 +164,8 @@ class Scheduling(RuleBasedStateMachine):
         executor = self.rig.executor
         if len(executor.steps) in executor.fail_steps | executor.refuse_steps:
             self.may_fail |= {s.request_id for s in plan.scheduled}
+        if executor.fail_copies:
+            self.may_fail |= set(self.rig.loop.running.names())
         assert plan.num_tokens <= most["max_num_tokens"]
         assert plan.num_sequences <= most["max_batch_size"]
         named = [s.request_id for s in plan.scheduled] + [s.request_id for s in plan.skipped]
@@ -170,6 +216,8 @@ class Scheduling(RuleBasedStateMachine):
             if not self.one_turn():
                 break
         assert not self.rig.loop.has_work, "some request never ends"
+        for pin in self.pins:
+            self.rig.loop.kv_cache.unpin(pin)
         self.rig.check_idle()
         for name, (prompt, max_tokens) in self.wanted.items():
             sink = self.rig.sinks[name]
