@@ -184,12 +184,17 @@ def test_nothing_is_cached_of_a_resumed_request_before_it_was_computed_again(fak
     assert sink.token_ids == fakes.expected_ids(ids, 4, eos=-1)
 
 
-def test_pages_that_others_share_do_not_count_as_coming_back(fakes: SimpleNamespace) -> None:
-    """Four of one prompt: pausing one gives back its own pages, pausing several what only they share."""
+@pytest.mark.parametrize("first", [2, 4, 6, 9])
+@pytest.mark.parametrize("others", [2, 3])
+def test_pages_that_others_share_do_not_count_as_coming_back(
+    fakes: SimpleNamespace, first: int, others: int
+) -> None:
+    """Pausing one of several that share a prompt gives back its own pages only."""
     rig = fakes.make_rig(**PRESSED | {"num_pages": 14})
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    run_one(rig, prompt)
-    sinks = [rig.add([*prompt, i], 12, eos=frozenset()) for i in range(4)]
+    shared = [1, 2, 3, 4, 5, 6, 7, 8]
+    run_one(rig, shared)
+    prompts = [[9] * first, *([*shared, i] for i in range(others))]
+    sinks = [rig.add(prompt, 20 - len(prompt), eos=frozenset()) for prompt in prompts]
     kv, make_room, told = rig.loop.kv_cache, rig.loop._make_room, []
 
     def checked(plan: Any, short: int) -> Any:
@@ -205,7 +210,8 @@ def test_pages_that_others_share_do_not_count_as_coming_back(fakes: SimpleNamesp
     rig.loop._make_room = checked
     rig.run()
     assert sum(told)
-    assert [s.token_ids for s in sinks] == [fakes.expected_ids([*prompt, i], 12, eos=-1) for i in range(4)]
+    expected = [fakes.expected_ids(prompt, 20 - len(prompt), eos=-1) for prompt in prompts]
+    assert [s.token_ids for s in sinks] == expected
 
 
 @pytest.mark.parametrize("policy", CapacityPolicy)
