@@ -31,6 +31,7 @@ import record
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime import loop as loop_module
 from tapeout.runtime.engine import Limits
+from tapeout.runtime.kv_cache import PrefixCacheOptions
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
@@ -73,7 +74,10 @@ class Bench:
             capacity_policy=capacity,
             chunking_policy=chunking,
         )
-        self.loop: EngineLoop = new_loop(ScriptedExecutor(limits, 1 << 20), options)
+        # All prompts are alike: with prefix reuse they would share pages.
+        apart = PrefixCacheOptions(enable_prefix_reuse=False)
+        executor = ScriptedExecutor(limits, 1 << 20)
+        self.loop: EngineLoop = new_loop(executor, options, cache_options=apart)
         self._made = 0
         for i in range(running):
             self.add(60_000 if i < in_context else 1 + i % PER_PAGE)
