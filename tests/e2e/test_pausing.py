@@ -78,6 +78,33 @@ def test_the_other_policies_change_no_token_either(
         assert [o.outputs[0].token_ids for o in outputs] == alone
 
 
+@pytest.mark.parametrize("host_cache_bytes", [None, 0, 1 << 24])
+def test_what_is_still_cached_is_not_computed_again(
+    tiny_engine: Path, prompts: list[list[int]], alone: list[tuple[int, ...]], host_cache_bytes: int | None
+) -> None:
+    """None: without prefix reuse, where all that was computed is computed again."""
+    with LLM(
+        tiny_engine,
+        capacity_policy="max_utilization",
+        max_tokens_in_kv_cache=144,
+        enable_prefix_reuse=host_cache_bytes is not None,
+        host_cache_bytes=host_cache_bytes or 0,
+        on_step=(records := []).append,
+    ) as llm:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params())
+        assert [o.outputs[0].token_ids for o in outputs] == alone
+        resumed = [a for r in records for a in r.admitted if a.resumed]
+        assert len(resumed) == llm.stats().pauses > 0
+    cached = sum(a.cached_tokens for a in resumed)
+    if host_cache_bytes is None:
+        assert cached == 0
+        assert all(a.recompute_tokens > 0 for a in resumed)
+    else:
+        assert cached > 0
+    if host_cache_bytes:  # nothing is lost but a page that was not full
+        assert all(a.recompute_tokens < 16 for a in resumed)
+
+
 def test_a_paused_request_streams_on(
     tiny_engine: Path, prompts: list[list[int]], alone: list[tuple[int, ...]]
 ) -> None:

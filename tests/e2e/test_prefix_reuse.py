@@ -52,17 +52,26 @@ def following(prompts: list[list[int]], given: list[tuple[int, ...]]) -> list[li
 
 
 @pytest.mark.parametrize(
-    ("tokens", "host_pages", "chunk_tokens"), [(None, 0, None), (480, 0, 16), (320, 40, None), (320, 6, 50)]
+    ("tokens", "host_pages", "chunk_tokens", "policy"),
+    [
+        (None, 0, None, None),
+        (480, 0, 16, None),
+        (320, 40, None, None),
+        (320, 6, 50, None),
+        (320, 0, 16, "max_utilization"),
+        (320, 40, None, "max_utilization"),
+        (320, 6, 50, "static_batch"),
+    ],
 )
 def test_greedy_ids_do_not_depend_on_reuse(
     tiny_engine: Path, conversations: list[list[int]], expected: list[list[tuple[int, ...]]],
-    tokens: int | None, host_pages: int, chunk_tokens: int | None,
+    tokens: int | None, host_pages: int, chunk_tokens: int | None, policy: str | None,
 ) -> None:  # fmt: skip
     with LLM(tiny_engine) as llm:
         page_bytes = llm.engine.manifest.kv_cache.page_bytes(PAGE)
     with LLM(
         tiny_engine, max_tokens_in_kv_cache=tokens, host_cache_bytes=host_pages * page_bytes,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=chunk_tokens, capacity_policy=policy,
     ) as llm:  # fmt: skip
         for _ in range(2):
             assert answers(llm, conversations) == expected[0]
@@ -71,6 +80,7 @@ def test_greedy_ids_do_not_depend_on_reuse(
         assert one_by_one == expected[0]
         stats = llm.prefix_cache.stats()
         assert llm.stats().kv_pages_used == 0
+        assert bool(llm.stats().pauses) == (policy == "max_utilization")
     assert min(stats.hit_pages, stats.partial_copies, stats.cached_tokens) > 0
     assert bool(stats.evicted_pages) == (tokens is not None)
     assert bool(stats.offloaded_pages) == bool(stats.onboarded_pages) == bool(host_pages)
