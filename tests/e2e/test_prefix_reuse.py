@@ -113,6 +113,23 @@ def test_what_is_reused_is_told(tiny_engine: Path) -> None:
     assert (stats.requests, stats.cached_tokens, stats.removed_pages) == (8, 4 * 79 + 70, 10)
 
 
+def test_a_trace_tells_what_was_found(tiny_engine: Path, tmp_path: Path) -> None:
+    prompt, trace = ids(1, 80), tmp_path / "trace.jsonl"
+    with LLM(tiny_engine, trace=trace) as llm:
+        for _ in range(2):
+            llm.generate([prompt], ONE)
+    steps = [event for event in map(json.loads, trace.read_text().splitlines()) if event["event"] == "step"]
+    first, again = (admitted for step in steps for admitted in step.get("admitted", ()))
+    assert "cached" not in json.dumps(first)
+    assert again["cached_tokens"] == 79
+    assert again["reason"].endswith("; 79 tokens are cached")
+    assert [row["start"] for step in steps for row in step.get("context", ())] == [
+        0,
+        64,  # the engine's max_num_tokens
+        79,
+    ]
+
+
 def test_what_is_worth_more_stays_longer(tiny_engine: Path) -> None:
     """Ten pages: three prompts of four pages do not fit together."""
     kept = KvCacheRetentionConfig([TokenRangeRetentionConfig(0, None, 90)])

@@ -8,6 +8,7 @@ request gets.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,8 @@ class Scheduling(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.pins: list[PinnedPrefix] = []
         self.waited: dict[str, int] = {}
+        self.admit = self.rig.loop._admit
+        self.rig.loop._admit = self.admit_and_check
         self.rig.loop.on_step = self.check_record  # while the step is planned, so that state is its own
         self.context_was_left_out = False
 
@@ -158,6 +161,18 @@ class Scheduling(RuleBasedStateMachine):
         busy: bool = self.rig.loop.step()
         self.rig.check_pages()
         return busy
+
+    def admit_and_check(self) -> Any:
+        """What is available after an admission is what there was, less what it said it needs."""
+        held = self.admit()
+        loop = self.rig.loop
+        admitted = loop._admitted
+        for one, following in itertools.pairwise(admitted):
+            assert following.available_pages == one.available_pages - one.pages
+        if admitted:
+            left = admitted[-1].available_pages - admitted[-1].pages
+            assert loop.capacity.available_pages(loop.running, loop.kv_cache) == left >= 0
+        return held
 
     def check_record(self, record: StepRecord) -> None:
         plan, requests, most = record.plan, self.rig.requests, self.options
