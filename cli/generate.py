@@ -37,7 +37,11 @@ class Generation:
         problems = []
         for number, request in enumerate(requests, 1):
             try:
-                self._streams.append(llm.stream(_prompt(llm, request), request.params))
+                self._streams.append(
+                    llm.stream(
+                        _prompt(llm, request), request.params, priority=request.priority, **request.cache
+                    )
+                )
             except UsageError as error:
                 problems += _numbered(error, number, len(requests))
         if problems:

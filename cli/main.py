@@ -15,6 +15,8 @@ COMMANDS = {
     "build": "tapeout.cli.build",
     "run": "tapeout.cli.run",
     "bench": "tapeout.cli.bench",
+    "simulate": "tapeout.cli.simulate",
+    "explain": "tapeout.cli.explain",
     "inspect": "tapeout.cli.inspect",
     "weights": "tapeout.cli.weights",
     "time": "tapeout.cli.time",
@@ -58,6 +60,8 @@ def cli(log_level: str) -> None:
     tapeout build MODEL -o FILE   a Hugging Face model or a GGUF file into an engine
     tapeout run FILE --prompt X   generate text with an engine
     tapeout bench latency FILE    measure an engine
+    tapeout simulate WORKLOAD     the schedulers on a workload, without a model
+    tapeout explain TRACE         what was scheduled in a run, and why
     tapeout inspect FILE          what an engine holds
     tapeout weights FILE          the weight file of an engine that shares it
     tapeout time FILE -o CACHE    time the tactics of a pack on a GPU

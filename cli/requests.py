@@ -6,17 +6,20 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from tapeout.cli.run_options import DEFAULT_MAX_TOKENS
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import SamplingParams, shown, surrogate_problem
+from tapeout.runtime.scheduler.policies import MAX_PRIORITY
 
 #: Exactly one of these says what the model reads.
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+#: What a request says to the prefix cache.
+CACHE_FIELDS = ("cache_salt", "kv_cache_retention_config")
+KNOWN_FIELDS = ("id", "priority", *PROMPT_FIELDS, *CACHE_FIELDS, *SAMPLING_FIELDS)
 
 TITLE_CHARACTERS = 60
 
@@ -29,7 +32,8 @@ class Request:
     """What one request reads and how its tokens are chosen.
 
     Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `id` is the user's name for
-    it, repeated in the result.
+    it, repeated in the result. Of larger `priority` is served earlier. `cache` holds its `cache_salt` and
+    `kv_cache_retention_config`.
     """
 
     params: SamplingParams
@@ -37,6 +41,8 @@ class Request:
     prompt: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    priority: int = 0
+    cache: Mapping[str, Any] = field(default_factory=dict)
 
     def title(self) -> str:
         """One short line that tells the request from its neighbours."""
@@ -129,8 +135,19 @@ def _from_line(line: str, style: ChatStyle, make: MakeParams) -> Request:
         params = make({name: data[name] for name in SAMPLING_FIELDS if name in data})
     except UsageError as error:
         problems.append(error.message)
+    priority = 0 if data.get("priority") is None else data["priority"]
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        problems.append(
+            f"priority = {shown(priority)}, expected an integer from {-MAX_PRIORITY:,} to {MAX_PRIORITY:,}"
+        )
+    cache = {name: data[name] for name in CACHE_FIELDS if data.get(name) is not None}
+    problems += _cache_problems(cache)
     if problems or params is None:
         raise UsageError("\n".join(problems))
+    return replace(_request(data, style, params), priority=priority, cache=cache)
+
+
+def _request(data: Mapping[str, Any], style: ChatStyle, params: SamplingParams) -> Request:
     if "prompt" in data:
         return style.request(data["prompt"], params, data.get("id"))
     if "messages" in data:
@@ -185,6 +202,14 @@ def _prompt_problems(data: Mapping[str, Any]) -> list[str]:
         ok = isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
         expected = "a list of token ids, at least one"
     return [] if ok else [f"{given[0]} = {shown(value)}, expected {expected}"]
+
+
+def _cache_problems(cache: Mapping[str, Any]) -> list[str]:
+    if not cache:
+        return []
+    from tapeout.runtime.intake import cache_user
+
+    return cache_user(cache)[1]
 
 
 def _are_messages(value: Any) -> bool:

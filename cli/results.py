@@ -33,7 +33,11 @@ def result_object(output: RequestOutput, user_id: Any, prompt: str | None) -> di
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "seed": output.seed,
-        "usage": {"prompt_tokens": metrics.prompt_tokens, "completion_tokens": metrics.output_tokens},
+        "usage": {
+            "prompt_tokens": metrics.prompt_tokens,
+            "completion_tokens": metrics.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
+        },
         "metrics": {
             "time_to_first_token_seconds": ttft,
             "queue_seconds": metrics.queue_seconds,
@@ -135,7 +139,9 @@ def stats_lines(outputs: Sequence[RequestOutput], load_seconds: float, run_secon
     if first:
         name = "time to first token" if len(first) == 1 else f"time to first token, median of {len(first)}"
         lines.append(f"{name}: {first[len(first) // 2] * 1e3:.1f} ms")
-    lines.append(f"tokens: {prompt_tokens} prompt, {output_tokens} output in {run_seconds:.2f} s")
+    cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    of_prompts = f"{prompt_tokens} prompt" + (f" ({cached} of them cached)" if cached else "")
+    lines.append(f"tokens: {of_prompts}, {output_tokens} output in {run_seconds:.2f} s")
     if run_seconds > 0:
         lines.append(f"throughput: {output_tokens / run_seconds:.1f} tokens/s")
     if speeds:

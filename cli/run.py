@@ -47,6 +47,10 @@ STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
 )
 @run_options.apply(run_options.SAMPLING)
 @run_options.apply(run_options.RUNTIME)
+@run_options.apply(run_options.PREFIX_CACHE)
+@click.option(
+    "--trace", type=FILE, metavar="FILE", help="Write every scheduling decision as JSON lines, for `explain`."
+)
 @click.option("--stats", is_flag=True, help="Print times and speeds on stderr.")
 def command(
     engine: Path,
@@ -56,13 +60,14 @@ def command(
     as_json: bool,
     chat: bool,
     system: str | None,
+    trace: Path | None,
     stats: bool,
     **flags: Any,
 ) -> None:
     """Generate text with ENGINE. One prompt streams; several run in flight together, printed in order.
 
-    A line of --input is an object with `prompt`, `messages` or `prompt_token_ids`, and optionally `id`
-    and sampling fields. Without --prompt and --input, standard input is the prompt.
+    A line of --input is an object with `prompt`, `messages` or `prompt_token_ids`, and optionally `id`,
+    `priority` and sampling fields. Without --prompt and --input, standard input is the prompt.
 
     \b
     tapeout run smollm2.engine --chat --prompt "What is the capital of France?" --stats
@@ -71,7 +76,7 @@ def command(
     from tapeout.cli.requests import ChatStyle, params_maker
 
     _check_combinations(prompts, source, output, as_json, chat, system)
-    generation_defaults = _open(engine, prompts, source, output)
+    generation_defaults = _open(engine, prompts, source, output, trace)
     make = params_maker(generation_defaults, _given(flags, run_options.SAMPLING_NAMES))
     requests = _requests(prompts, source, ChatStyle(chat, system), make)
 
@@ -80,7 +85,8 @@ def command(
     from tapeout.runtime import LLM
 
     start = time.perf_counter()
-    with LLM(engine, **_given(flags, run_options.RUNTIME_NAMES)) as llm:
+    options = _given(flags, run_options.RUNTIME_NAMES | run_options.PREFIX_CACHE_NAMES)
+    with LLM(engine, trace=trace, **options) as llm:
         load_seconds = time.perf_counter() - start
         generation = Generation(llm, requests)
         start = time.perf_counter()
@@ -122,18 +128,21 @@ def _check_combinations(
         raise click.UsageError("\n".join(problems))
 
 
-def _open(engine: Path, prompts: tuple[str, ...], source: Path | None, output: Path | None) -> dict[str, Any]:
-    """The engine's generation defaults; where results go is checked against everything that is read."""
+def _open(
+    engine: Path, prompts: tuple[str, ...], source: Path | None, output: Path | None, trace: Path | None
+) -> dict[str, Any]:
+    """The engine's generation defaults; what is written is checked against everything that is read."""
     from tapeout.runtime.engine import open_engine
 
     if output is None:
         standard_output()
     with open_engine(engine, verify=False) as opened:
-        if output is not None:
-            reads_stdin = source == STDIN or (source is None and not prompts)
-            read = STDIN_FILE if reads_stdin else source
-            inputs = [*opened.files, *([] if read is None else [read])]
-            check_output(output, "--output", inputs=inputs, stream=True)
+        reads_stdin = source == STDIN or (source is None and not prompts)
+        read = STDIN_FILE if reads_stdin else source
+        inputs = [*opened.files, *([] if read is None else [read])]
+        for path, option in ((output, "--output"), (trace, "--trace")):
+            if path is not None:
+                check_output(path, option, inputs=inputs, stream=True)
         return dict(opened.manifest.generation)
 
 

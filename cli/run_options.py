@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from tapeout.plugins.sample.params import SamplingParams, surrogate_problem
+from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[Any], Any]
@@ -22,12 +23,16 @@ RUNTIME_NAMES = frozenset(
         "max_tokens_in_kv_cache",
         "free_memory_fraction",
         "chunk_tokens",
+        "capacity_policy",
+        "chunking_policy",
         "max_batch_size",
         "max_num_tokens",
         "threads",
         "strict_sku",
     )
 )
+
+PREFIX_CACHE_NAMES = frozenset(("enable_prefix_reuse", "host_cache_bytes"))
 
 #: SamplingParams' own default of 16 would cut nearly every answer asked for at a terminal.
 DEFAULT_MAX_TOKENS = 256
@@ -100,6 +105,10 @@ SAMPLING = (
     _number("--logprobs", int, "Also give this many most likely tokens at each position."),
 )
 
+#: The policies' own values; any case will do, and dashes.
+CAPACITY_POLICIES = click.Choice([policy.value for policy in CapacityPolicy], case_sensitive=False)
+CHUNKING_POLICIES = click.Choice([policy.value for policy in ChunkingPolicy], case_sensitive=False)
+
 #: Limits of the engine that a run may lower.
 LIMITS = (
     _number("--max-batch-size", int, "Most requests in flight, at most the engine's."),
@@ -112,6 +121,16 @@ RUNTIME = (
     click.option("--kv-cache-tokens", "max_tokens_in_kv_cache", type=int, help="The same in tokens."),
     _number("--free-memory-fraction", float, "Most of the free memory the KV cache may take."),
     _number("--chunk-tokens", int, "Most prompt tokens of one request in a step."),
+    click.option(
+        "--capacity-policy",
+        type=CAPACITY_POLICIES,
+        help="When a waiting request may hold pages. [default: guaranteed_no_evict]",
+    ),
+    click.option(
+        "--chunking-policy",
+        type=CHUNKING_POLICIES,
+        help="How prompts share a step. [default: first_come_first_served]",
+    ),
     *LIMITS,
     _number("--threads", int, "CPU threads."),
     click.option(
@@ -120,4 +139,17 @@ RUNTIME = (
         default=None,
         help="Refuse a GPU of another model than the engine's, or a later CPU level; otherwise a warning.",
     ),
+)
+
+#: The same, about the prefix cache; `bench` has no use for it, because it computes every prompt.
+PREFIX_CACHE = (
+    click.option(
+        "--no-prefix-reuse",
+        "enable_prefix_reuse",
+        flag_value=False,
+        type=bool,
+        default=None,
+        help="Compute every prompt as a whole, also what an earlier one began with.",
+    ),
+    _number("--host-cache-bytes", int, "Host memory for cached pages that leave the device. [default: 0]"),
 )

@@ -12,17 +12,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tapeout.plugins.sample.params import SamplingParams
     from tapeout.plugins.sample.result import Logprob
+    from tapeout.runtime.kv_cache.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
     from tapeout.runtime.llm import LLM
     from tapeout.runtime.output import CompletionOutput, RequestMetrics, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "KvCacheRetentionConfig",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenRangeRetentionConfig",
+]
 
 _HOMES = {
+    "KvCacheRetentionConfig": "tapeout.runtime.kv_cache.retention",
     "LLM": "tapeout.runtime.llm",
     "CompletionOutput": "tapeout.runtime.output",
     "RequestMetrics": "tapeout.runtime.output",
     "RequestOutput": "tapeout.runtime.output",
     "SamplingParams": "tapeout.plugins.sample.params",
+    "TokenRangeRetentionConfig": "tapeout.runtime.kv_cache.retention",
     "Logprob": "tapeout.plugins.sample.result",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
 from tapeout.runtime.intake import CheckedRequest
+from tapeout.runtime.kv_cache import RequestCache
 from tapeout.runtime.output import CompletionOutput, RequestMetrics, RequestOutput
 from tapeout.runtime.scheduler.request import Finish, RequestTimes
 from tapeout.runtime.text.detokenizer import Detokenizer
@@ -17,6 +18,7 @@ class Collector:
 
     Args:
         epoch_offset: Unix time minus the loop's clock, for the metrics.
+        cache: the request's, for what it found in the prefix cache.
     """
 
     def __init__(
@@ -26,6 +28,7 @@ class Collector:
         tokenizer: Tokenizer | None,
         times: RequestTimes,
         epoch_offset: float,
+        cache: RequestCache,
     ) -> None:
         self.request_id = request_id
         self.times = times
@@ -33,6 +36,7 @@ class Collector:
         self._checked = checked
         self._tokenizer = tokenizer
         self._epoch_offset = epoch_offset
+        self._cache = cache
         self._detokenizer = None if tokenizer is None else _detokenizer(tokenizer, checked.params)
         self._stop = StopStrings(checked.params.stop, include=checked.params.include_stop_str_in_output)
         self._prompt_token_ids: tuple[int, ...] | None = None  # made on first use, shared by all deltas
@@ -126,6 +130,7 @@ class Collector:
             finished=self.finished,
             metrics=self._metrics(),
             seed=self._checked.params.seed if not self._checked.params.greedy else None,
+            num_cached_tokens=None if self._cache.stats is None else self._cache.stats.cached_tokens,
         )
 
     def _prompt_ids(self) -> tuple[int, ...]:

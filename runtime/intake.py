@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import SamplingParams, shown
+from tapeout.plugins.sample.params import SamplingParams, shown, surrogate_problem
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.kv_cache import pages_for
+from tapeout.runtime.kv_cache import CacheUser, KvCacheRetentionConfig, pages_for
 from tapeout.runtime.tokenizer import Tokenizer
 
-#: A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids, "prompt": text for display}.
+#: A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids, "prompt": text for display}; with
+#: "cache_salt" and "kv_cache_retention_config" of the request, if it has them.
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+_CACHE_KEYS = {"cache_salt", "kv_cache_retention_config"}
 _SHOWN_OFFENDERS = 20
 
 
@@ -29,6 +31,7 @@ class CheckedRequest:
     prompt_token_ids: np.ndarray
     params: SamplingParams
     max_tokens: int
+    cache_user: CacheUser
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Intake:
 
     def _check_one(self, prompt: Prompt, params: SamplingParams) -> CheckedRequest:
         text, ids = self._ids_of(prompt)
-        reasons: list[str] = []
+        user, reasons = cache_user(prompt) if isinstance(prompt, Mapping) else (CacheUser(), [])
         if not ids:
             reasons.append("it is empty, expected at least one token")
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
@@ -83,13 +86,14 @@ class Intake:
             reasons.append(f"stop = {params.stop!r}, but the engine has no tokenizer; use stop_token_ids")
         if reasons or max_tokens is None:
             raise _Refused(reasons)
-        return CheckedRequest(text, np.array(ids, dtype=np.int32), params, max_tokens)
+        return CheckedRequest(text, np.array(ids, dtype=np.int32), params, max_tokens, user)
 
     def _ids_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            unknown = sorted(map(shown, set(prompt) - _PROMPT_KEYS))
-            if unknown or not prompt:
-                raise _Refused([f"keys [{', '.join(unknown)}], expected 'prompt' or 'prompt_token_ids'"])
+            unknown = sorted(map(shown, set(prompt) - _PROMPT_KEYS - _CACHE_KEYS))
+            if unknown or not _PROMPT_KEYS & set(prompt):
+                keys = ", ".join(unknown or map(shown, prompt))
+                raise _Refused([f"keys [{keys}], expected 'prompt' or 'prompt_token_ids'"])
             text = prompt.get("prompt")
             if not isinstance(text, str) and not (text is None and "prompt_token_ids" in prompt):
                 raise _Refused([f"'prompt' = {shown(text)}, expected a string"])
@@ -137,6 +141,20 @@ class _Refused(Exception):
         self.reasons = reasons
 
 
+def cache_user(fields: Mapping[str, Any]) -> tuple[CacheUser, list[str]]:
+    """Salt and retention from an object with `cache_salt` and `kv_cache_retention_config`, and what is
+    wrong with them."""
+    problems, salt = [], fields.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt or surrogate_problem(salt)):
+        problems.append(f"cache_salt = {shown(salt)}, expected text that is not empty, or None")
+    retention = None
+    try:
+        retention = KvCacheRetentionConfig.of(fields.get("kv_cache_retention_config"))
+    except UsageError as error:
+        problems += [line.strip() for line in error.message.split("\n") if not line.endswith(":")]
+    return CacheUser(salt=salt, retention=retention), problems
+
+
 def _as_ids(value: Any) -> list[int]:
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in "iu":
@@ -167,3 +185,20 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     if prompts and all(isinstance(p, Integral) for p in prompts):
         return [prompts]
     return list(prompts)
+
+
+def with_cache_options(
+    prompts: list[Prompt], salt: str | None, retention: KvCacheRetentionConfig | None
+) -> list[Prompt]:
+    """Prompts that say these for themselves; what one says already stays."""
+    given = {"cache_salt": salt, "kv_cache_retention_config": retention}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return prompts
+
+    def own(prompt: Prompt) -> Prompt:
+        if isinstance(prompt, Mapping):
+            return {**given, **prompt}
+        return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, **given}
+
+    return [own(prompt) for prompt in prompts]

@@ -8,27 +8,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-from tapeout.plugins.errors import UsageError
+from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.plugins.sample.params import SamplingParams, shown, unsupported_generation_settings
+from tapeout.runtime.cache_control import PrefixCacheControl
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
-from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list
+from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list, with_cache_options
 from tapeout.runtime.kv_budget import plan_kv_pool
-from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions, RequestCache
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.loop import EngineLoop, LoopStats, StepRecord
+from tapeout.runtime.llm_options import check_options, check_priorities, engine_path
+from tapeout.runtime.loop import EngineLoop
+from tapeout.runtime.new_loop import SchedulerOptions, new_loop
+from tapeout.runtime.observe import LoopStats
 from tapeout.runtime.output import RequestOutput
-from tapeout.runtime.scheduler.capacity import CapacityScheduler
-from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
+from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Request, RequestTimes
 from tapeout.runtime.step import Executor
 from tapeout.runtime.stream import RequestStream
 from tapeout.runtime.text.chat_template import ChatTemplate, Message
 from tapeout.runtime.tokenizer import Tokenizer
+from tapeout.runtime.trace.writer import EventMaker, open_trace, start_event
 
 logger = logging.getLogger("tapeout")
 
@@ -45,11 +51,21 @@ class LLM:
             smallest wins and the log says which. The fraction is of the memory left beside the
             weights and activations.
         chunk_tokens: most prompt tokens of one request in a step; None = max_num_tokens.
+        capacity_policy: when a waiting request may hold pages: "guaranteed_no_evict" (the default),
+            "max_utilization" or "static_batch"; see docs/scheduling.md.
+        chunking_policy: how prompts share a step: "first_come_first_served" (the default),
+            "equal_progress" or "force_chunk".
         max_batch_size, max_num_tokens: lower the engine's limits for this process.
+        enable_prefix_reuse: keep pages of ended requests and use them for later ones that begin with the same
+            ids; enable_partial_reuse: also copy a page of which only the beginning is wanted.
+        host_cache_bytes: host memory for cached pages that leave the device; pinned on a GPU.
+        event_buffer_max_size: how many of the newest changes of the prefix cache `prefix_cache.events` has.
         threads: CPU threads for kernels, at most the machine's; None = the library's default.
         strict_sku: refuse a GPU of another model than the engine was built for, which otherwise is a
             warning, and on CPUs a later level than the engine's.
         on_step: called with a `StepRecord` for every step, to see what was scheduled and why.
+        trace: a file that gets every decision as a JSON line; `tapeout explain` shows it. It is
+            complete when the LLM is closed, which raises TapeoutError if it could not be written.
 
     Attributes:
         load_seconds: what loading took, by part: opening the file, its checksums, the device, the
@@ -67,11 +83,18 @@ class LLM:
         max_tokens_in_kv_cache: int | None = None,
         free_memory_fraction: float = 0.9,
         chunk_tokens: int | None = None,
+        capacity_policy: CapacityPolicy | str | None = None,
+        chunking_policy: ChunkingPolicy | str | None = None,
         max_batch_size: int | None = None,
         max_num_tokens: int | None = None,
+        enable_prefix_reuse: bool = True,
+        enable_partial_reuse: bool = True,
+        host_cache_bytes: int = 0,
+        event_buffer_max_size: int = 0,
         threads: int | None = None,
         strict_sku: bool = False,
         on_step: Callable[[StepRecord], None] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         laps = Laps()
         self.load_seconds = laps.seconds
@@ -79,24 +102,33 @@ class LLM:
         from tapeout.runtime.executors import is_cuda, load_executor, memory_left
 
         laps.lap("executor_import")
-        path = _engine_path(engine)
+        path = engine_path(engine)
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
+        self._cache_options = PrefixCacheOptions(
+            enable_prefix_reuse=enable_prefix_reuse,
+            enable_partial_reuse=enable_partial_reuse,
+            host_cache_bytes=host_cache_bytes,
+            event_buffer_max_size=event_buffer_max_size,
+        )
         self.engine: Engine = open_engine(path, verify=False)
         laps.lap("open_engine")
         try:
             limits = self.engine.manifest.limits
-            batch, tokens = _check_options(
-                limits.max_batch_size,
-                limits.max_num_tokens,
+            options = check_options(
+                limits,
                 max_batch_size=max_batch_size,
                 max_num_tokens=max_num_tokens,
                 chunk_tokens=chunk_tokens,
+                capacity_policy=capacity_policy,
+                chunking_policy=chunking_policy,
                 threads=threads,
             )
+            page_bytes = self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page)
+            host_pages = self._cache_options.host_pages(page_bytes)
             budget = plan_kv_pool(
                 limits=limits,
-                page_bytes=self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page),
+                page_bytes=page_bytes,
                 free_bytes=memory_left(self.engine, strict_sku=strict_sku),
                 free_memory_fraction=free_memory_fraction,
                 max_tokens=max_tokens_in_kv_cache,
@@ -111,14 +143,22 @@ class LLM:
             self.tokenizer = _load_tokenizer(self.engine)
             laps.lap("tokenizer")
             self._executor: Executor = load_executor(
-                self.engine, num_pages=budget.num_pages, threads=threads, laps=laps
+                self.engine, num_pages=budget.num_pages, host_pages=host_pages, threads=threads, laps=laps
             )
+            try:
+                self._trace = None if trace is None else open_trace(trace)
+            except BaseException:
+                self._executor.close()
+                raise
         except BaseException:
             self.engine.close()
             raise
         self._intake = Intake(limits, self.engine.manifest.model.vocab_size, budget.num_pages, self.tokenizer)
-        self._chunk_tokens, self._on_step = chunk_tokens, on_step
-        self._loop = self._new_loop(batch, tokens)
+        self._options, self._on_step = options, on_step
+        if self._trace is not None:
+            pool = {"pages": budget.num_pages, "tokens_per_page": limits.tokens_per_page}
+            self._trace.take(start_event({**pool, **asdict(options)}))
+        self._loop = self._new_loop(options)
         self._eos = _eos_token_ids(self.engine)
         self._chat_template: ChatTemplate | None = None
         self._ids = count()
@@ -133,19 +173,28 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their ends; one result per prompt, in order.
 
         Args:
-            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of these.
+            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of these. An object
+                may hold `cache_salt` and `kv_cache_retention_config` of its own.
             sampling_params: for all, or one per prompt; None = the model's generation defaults.
+            priority: for all, or one per prompt; larger is served earlier (see docs/scheduling.md).
+            cache_salt: cached pages are shared among requests of the same salt only.
+            kv_cache_retention_config: how long pages of these requests are worth keeping.
 
         A request that fails while running has finish_reason "error" and does not disturb others.
 
         Raises:
             UsageError: some prompts can never run; nothing was run.
         """
-        collectors = self._add(as_prompt_list(prompts), sampling_params)
+        with_options = with_cache_options(as_prompt_list(prompts), cache_salt, kv_cache_retention_config)
+        collectors = self._add(with_options, sampling_params, priority)
         try:
             for collector in collectors:
                 while not collector.finished:
@@ -155,7 +204,15 @@ class LLM:
             raise
         return [c.output() for c in collectors]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
+    ) -> RequestStream:
         """Run one prompt; returns an iterator of deltas. The request is queued at once.
 
         Each result's `outputs[0]` holds only the text, ids and logprobs that are new since the
@@ -166,7 +223,8 @@ class LLM:
         Raises:
             UsageError: at once, when the prompt can never run.
         """
-        (collector,) = self._add([prompt], sampling_params)
+        with_options = with_cache_options([prompt], cache_salt, kv_cache_retention_config)
+        (collector,) = self._add(with_options, sampling_params, priority)
         return RequestStream(collector, self._next_delta, self._abandoned.append)
 
     def chat(
@@ -178,6 +236,9 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> list[RequestOutput]:
         """Run one conversation, or a list of them, through the chat template."""
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
@@ -192,7 +253,13 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(
+            prompts,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            kv_cache_retention_config=kv_cache_retention_config,
+        )
 
     def chat_prompt(
         self,
@@ -235,6 +302,11 @@ class LLM:
         with self._lock:
             return self._loop.stats()
 
+    @property
+    def prefix_cache(self) -> PrefixCacheControl:
+        """Statistics and events of the prefix cache, pinned prefixes, `clear`."""
+        return PrefixCacheControl(lambda: self._loop, self._lock, self._compute)
+
     def close(self) -> None:
         """Abort what runs, free memory and threads. May be called again."""
         with self._lock:
@@ -244,6 +316,8 @@ class LLM:
             self._loop.abort_all()
             self._executor.close()
             self.engine.close()
+            if self._trace is not None:
+                self._trace.close()
 
     def __enter__(self) -> Self:
         return self
@@ -255,30 +329,29 @@ class LLM:
 
     # ---- inside ---------------------------------------------------------------------------
 
-    def _new_loop(self, max_batch_size: int, max_num_tokens: int) -> EngineLoop:
-        """A loop with these limits over the executor's whole pool, with nothing queued."""
-        limits, num_pages = self.engine.manifest.limits, self._intake.num_pages
-        cache = KvCache(
-            num_pages=num_pages,
-            tokens_per_page=limits.tokens_per_page,
-            num_slots=max_batch_size,
-            max_seq_len=limits.max_seq_len,
+    def _new_loop(self, options: SchedulerOptions) -> EngineLoop:
+        return new_loop(
+            self._executor,
+            options,
+            cache_options=self._cache_options,
+            weights=self.engine.weights_digest,
+            on_step=self._on_step,
+            observer=None if self._trace is None else EventMaker(self._trace.take),
         )
-        capacity = CapacityScheduler(
-            num_pages=num_pages, tokens_per_page=limits.tokens_per_page, max_batch_size=max_batch_size
-        )
-        microbatch = MicroBatchScheduler(max_num_tokens=max_num_tokens, chunk_tokens=self._chunk_tokens)
-        return EngineLoop(self._executor, cache, capacity, microbatch, on_step=self._on_step)
 
     def _add(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] = 0,
     ) -> list[Collector]:
         """Check all prompts, then queue all of them."""
+        priorities = check_priorities(priority, len(prompts))
         checked = self._intake.check(prompts, self._params_for(len(prompts), params))
         with self._lock:
             if self._closed:
                 raise UsageError("this LLM is closed")
-            return [self._queue(c) for c in checked]
+            return [self._queue(c, p) for c, p in zip(checked, priorities, strict=True)]
 
     def _params_for(
         self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -300,11 +373,12 @@ class LLM:
             raise UsageError(f"sampling_params hold {', '.join(sorted(wrong))}, expected SamplingParams")
         return [p.with_seed() for p in params]
 
-    def _queue(self, checked: CheckedRequest) -> Collector:
+    def _queue(self, checked: CheckedRequest, priority: int = 0) -> Collector:
         request_id = str(next(self._ids))
         clock = self._loop.clock()
         times = RequestTimes(arrival=clock)
-        collector = Collector(request_id, checked, self.tokenizer, times, time.time() - clock)
+        cache = RequestCache(checked.cache_user)
+        collector = Collector(request_id, checked, self.tokenizer, times, time.time() - clock, cache)
         self._loop.add(
             Request(
                 request_id=request_id,
@@ -316,9 +390,20 @@ class LLM:
                 eos_token_ids=frozenset() if checked.params.ignore_eos else self._eos,
                 stop_token_ids=frozenset(checked.params.stop_token_ids),
                 watched=collector.watches,
+                priority=priority,
+                cache=cache,
             )
         )
         return collector
+
+    def _compute(self, prompt: Prompt) -> CheckedRequest:
+        """Have a prompt's pages computed, for one that is pinned."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        (checked,) = self._intake.check([prompt], [params])
+        (output,) = self.generate([prompt], params)
+        if output.outputs[0].finish_reason == "error":
+            raise TapeoutError(f"the prefix could not be computed: {output.outputs[0].stop_reason}")
+        return checked
 
     def _turn(self) -> None:
         """One turn of the loop, under the lock."""
@@ -356,41 +441,6 @@ class LLM:
                 )
             self._chat_template = ChatTemplate(text, tokens)
         return self._chat_template
-
-
-def _engine_path(engine: Any) -> str:
-    try:
-        return os.fsdecode(engine)
-    except TypeError:
-        raise UsageError(
-            f"engine = {shown(engine)}, expected the path of an engine file",
-            hint="`tapeout build` writes one",
-        ) from None
-
-
-def _check_options(batch: int, tokens: int, **options: int | None) -> tuple[int, int]:
-    """The effective max_batch_size and max_num_tokens; UsageError names every bad option."""
-    cpus = os.cpu_count() or 1
-    ceilings = {
-        # Many more threads than that and the OpenMP library ends the process.
-        "threads": (cpus, f"this machine has {cpus} CPUs"),
-        "max_batch_size": (batch, f"the engine was built for at most {batch}"),
-        "max_num_tokens": (tokens, f"the engine was built for at most {tokens}"),
-    }
-    problems = []
-    for name, value in options.items():
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(f"{name} = {shown(value)}, expected an integer of at least 1")
-        elif name in ceilings and value > ceilings[name][0]:
-            problems.append(f"{name} = {shown(value)}, but {ceilings[name][1]}")
-    if problems:
-        raise UsageError(
-            "invalid options:\n" + "\n".join(f"  {p}" for p in problems),
-            hint="leave one out for the engine's or machine's own; higher limits need another engine",
-        )
-    return options.get("max_batch_size") or batch, options.get("max_num_tokens") or tokens
 
 
 def _warn_about_generation_config(engine: Engine) -> None:

@@ -5,6 +5,10 @@ the executor. Hence an end the host learns from an id (EOS, stop id, stop string
 step late: the request's row in the step already submitted is surplus, its result is dropped, and
 slot and pages are given back once that step has been read. An end by `max_tokens` is known when
 planning and needs no surplus row.
+
+A request that is paused follows the same rule: it is planned no more at once, the ids of the step it is
+part of are still its own, and slot and pages are given back when that step has been read. Then it waits
+again, with prompt and output so far as its context.
 """
 
 from __future__ import annotations
@@ -14,35 +18,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 
 import numpy as np
 
+from tapeout.runtime.ends import ended_by_id, failed, not_finite, output_failed
 from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.observe import LoopStats, Observer
 from tapeout.runtime.packing import pack_step
-from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Waiting
-from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, StepPlan
+from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Held
+from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.plan import StepPlan
+from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
+from tapeout.runtime.scheduler.queue import WaitingQueue
+from tapeout.runtime.scheduler.record import Pause, StepRecord
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
+from tapeout.runtime.scheduler.room import fit_to_pages, pages_short, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import Executor, Logprob, StepHandle, StepResult
 
 logger = logging.getLogger("tapeout")
-
-
-@dataclass(frozen=True)
-class LoopStats:
-    """Counts since the start, and what holds now."""
-
-    steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    surplus_rows: int
-    failed_steps: int
-    requests_finished: int
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_pages_used: int
-    kv_pages_total: int
 
 
 @dataclass(frozen=True)
@@ -51,34 +46,17 @@ class _InFlight:
     handle: StepHandle
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What one turn of the loop decided; `explain` gives it line by line."""
-
-    admitted: tuple[Admission, ...]
-    waiting: Waiting | None
-    plan: StepPlan
-
-    def explain(self) -> list[str]:
-        lines = [f"{a.request_id}: {a.reason()}" for a in self.admitted]
-        if self.waiting is not None:
-            lines.append(f"{self.waiting.request_id}: {self.waiting.reason()}")
-        lines += [
-            f"{s.request_id}: {s.reason.value}: {s.num_tokens} from position {s.start}"
-            for s in self.plan.scheduled
-        ]
-        lines += [f"{s.request_id}: {s.reason.value}" for s in self.plan.skipped]
-        return lines
-
-
 class EngineLoop:
     """Drives an executor; not thread-safe, its owner holds a lock.
 
     Args:
         executor: runs the steps in order.
         kv_cache, capacity, microbatch: the state it orders; all sized for the executor's pool.
+        overlap: plan the next step before a step is read. Without it host and executor take turns: for
+            simulations in which an end is to show in the very step that brought it.
         clock: seconds, monotonic.
-        on_step: called with the record of every turn that planned rows, for `explain` and tests.
+        on_step: called with the record of every step: every turn in which something was decided.
+        observer: sees arrivals and ends, too.
     """
 
     def __init__(
@@ -88,8 +66,10 @@ class EngineLoop:
         capacity: CapacityScheduler,
         microbatch: MicroBatchScheduler,
         *,
+        overlap: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepRecord], None] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.executor = executor
         self.kv_cache = kv_cache
@@ -97,16 +77,32 @@ class EngineLoop:
         self.microbatch = microbatch
         self.clock = clock
         self.on_step = on_step
-        self._waiting: dict[str, Request] = {}  # arrival order; a dict so that abort is O(1)
+        self.observer = observer
+        self._most_in_flight = 1 if overlap else 0
+        self._waiting = WaitingQueue()
         self.running = Running(
             num_slots=capacity.max_batch_size, max_output_tokens=executor.limits.max_seq_len
         )
-        self._draining: dict[str, Request] = {}  # ended, but part of a step not read yet
+        self._draining: dict[str, Request] = {}  # ended or paused, but part of a step not read yet
         self._in_flight: deque[_InFlight] = deque()
         self._next_step = 0
         self._last_read = -1
+        self._arrivals = 0
+        # Decided in this turn, for its record.
+        self._admitted: list[Admission] = []
+        self._paused: list[Pause] = []
         self._counts = dict.fromkeys(
-            ("prompt_tokens", "generation_tokens", "surplus_rows", "failed_steps", "requests_finished"), 0
+            (
+                "steps",
+                "prompt_tokens",
+                "generation_tokens",
+                "recomputed_tokens",
+                "pauses",
+                "surplus_rows",
+                "failed_steps",
+                "requests_finished",
+            ),
+            0,
         )
 
     # ---- requests come and go -------------------------------------------------------------
@@ -120,9 +116,26 @@ class EngineLoop:
         """Steps whose results have been handed out; they are read in the order of their numbers."""
         return self._last_read + 1
 
+    @property
+    def next_step(self) -> int:
+        """Number of the step that will be planned next."""
+        return self._next_step
+
+    def skip_to(self, step: int) -> None:
+        """Number the next step so; for simulated time in which nothing happened. Nothing may be running."""
+        if self.has_work or step < self._next_step:
+            raise RuntimeError(f"step {step} cannot follow {self._next_step - 1} now")
+        self._next_step, self._last_read = step, step - 1
+
     def add(self, request: Request) -> None:
-        """Queue a request. The caller has refused what can never run."""
-        self._waiting[request.request_id] = request
+        """Queue a request; one that can never fit into the pool ends at once, with the numbers."""
+        request.rank = (self._next_step - request.priority * PRIORITY_STEPS, self._arrivals)
+        self._arrivals += 1
+        self._waiting.add(request)
+        if self.observer is not None:
+            self.observer.on_arrival(request, self._next_step)
+        if (refusal := self.capacity.refusal(request)) is not None:
+            self._fail(request, refusal)
 
     def hand_over(self, request_id: str) -> None:
         """Give the sink of a running request the tokens it has not had, for a consumer that wants them now.
@@ -134,7 +147,7 @@ class EngineLoop:
             try:
                 self._deliver(request, ending=False)
             except Exception as error:
-                self._finish(request, _output_failed(request, error))
+                self._finish(request, output_failed(request, error))
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> bool:
         """End a request now; False when it is not known or has ended."""
@@ -146,7 +159,7 @@ class EngineLoop:
 
     def abort_all(self) -> None:
         """End every request and wait for the executor, so that it can be closed."""
-        for request_id in [*self._waiting, *self.running.names()]:
+        for request_id in [*(r.request_id for r in self._waiting), *self.running.names()]:
             self.abort(request_id)
         while self._in_flight:
             self._read(self._in_flight[0])
@@ -154,7 +167,6 @@ class EngineLoop:
     def stats(self) -> LoopStats:
         pool = self.kv_cache.pool
         return LoopStats(
-            steps=self._next_step,
             num_requests_running=len(self.running),
             num_requests_waiting=len(self._waiting),
             kv_pages_used=pool.num_pages - pool.num_free,
@@ -166,41 +178,101 @@ class EngineLoop:
 
     def step(self) -> bool:
         """Plan and submit one step, then read the one before; True while there is work."""
-        admitted, waiting = self._admit()
+        held = self._admit()
         plan = self.microbatch.plan(self._next_step, self.running)
+        if self.capacity.may_pause and (short := pages_short(plan, self.kv_cache)) > 0:
+            plan = self._make_room(plan, short)
         if plan.num_sequences:
-            if self.on_step is not None:
-                self.on_step(StepRecord(admitted, waiting, plan))
+            self._tell(held, plan)
             self._submit(plan)
-        if len(self._in_flight) > 1 or (self._in_flight and not plan.num_sequences):
+        elif self._admitted or self._paused:  # all pages are still on their way back
+            self._tell(held, plan)
+            self._next_step += 1
+        while len(self._in_flight) > (self._most_in_flight if plan.num_sequences else 0):
             self._read(self._in_flight[0])
         return self.has_work
 
-    def _admit(self) -> tuple[tuple[Admission, ...], Waiting | None]:
+    def _admit(self) -> Held | None:
+        """Give slots to waiting requests; why the next one gets none."""
         if not self._waiting:
-            return (), None
-        front = islice(self._waiting.values(), self.capacity.num_free_slots + 1)
-        admitted, waiting = self.capacity.admit(front)
+            return None
+        if self.kv_cache.any_to_store and self.capacity.num_free_slots:
+            self._store_pages()
+        admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache)
         now = self.clock()
-        for request, _ in admitted:
-            del self._waiting[request.request_id]
+        for request, admission in admitted:
             self.running.add(request)
-            request.times.admitted = now
+            self._admitted.append(admission)
+            if request.times.admitted is None:
+                request.times.admitted = now
+            if request.pauses:
+                self._counts["recomputed_tokens"] += admission.recompute_tokens
             try:
-                self.executor.admit(request.slot, request.params, request.prompt_token_ids)
+                self.executor.admit(
+                    request.slot, request.params, request.prompt_token_ids, request.output_token_ids
+                )
             except Exception as error:
                 logger.exception("request %s: the executor refused it", request.request_id)
                 self._fail(request, error)
-        return tuple(a for _, a in admitted), waiting
+        return held
+
+    def _make_room(self, plan: StepPlan, short: int) -> StepPlan:
+        """Pause the newest requests until the others have pages, if not in this step then in the next."""
+        running, kv_cache = self.running, self.kv_cache
+        draining = np.array([r.slot for r in self._draining.values()], np.int64)
+        paused = slots_to_pause(plan, running, kv_cache, draining)
+        # Paused one after the other: what one shares with those before it comes back with them.
+        returning = kv_cache.returning_pages(paused[::-1])[::-1].tolist()
+        for slot, pages in zip(paused.tolist(), returning, strict=True):
+            request = running.request(slot)
+            self._paused.append(Pause(request.request_id, pages, short, int(running.planned_tokens[slot])))
+            self._counts["pauses"] += 1
+            running.pause(request)
+            if self._in_unread_step(request):
+                self._draining[request.request_id] = request
+            else:
+                self._queue_again(request)
+        return fit_to_pages(plan, running, kv_cache, paused)
+
+    def _queue_again(self, request: Request) -> None:
+        """A paused request gives back slot and pages; its tokens so far become context."""
+        slot, running = request.slot, self.running
+        if not request.watched:
+            try:
+                self._deliver(request, ending=False)
+            except Exception as error:
+                self._finish(request, output_failed(request, error))
+                return
+        output_ids = running.output_ids[slot, : running.output_tokens[slot]].copy()
+        request.paused_with(output_ids, int(running.cached_tokens[slot]))
+        running.remove(request)
+        self._release(request)
+        self._waiting.add(request)
+
+    def _tell(self, held: Held | None, plan: StepPlan) -> None:
+        """Give the step's record to whoever listens."""
+        if self.on_step is not None or self.observer is not None:
+            used = self.kv_cache.num_pages - self.kv_cache.num_free
+            record = StepRecord(
+                tuple(self._admitted), held, tuple(self._paused), plan, len(self._waiting), used
+            )
+            if self.observer is not None:
+                self.observer.on_step(record)
+            if self.on_step is not None:
+                self.on_step(record)
+        self._admitted, self._paused = [], []
 
     def _submit(self, plan: StepPlan) -> None:
         """Queue the step and move its requests' planned state forward."""
         self._next_step += 1
+        self._counts["steps"] += 1
         running, slots = self.running, plan.slots
         running.cached_tokens[slots] = plan.ends
         running.planned_tokens[slots] += plan.samples
-        self.kv_cache.grow(slots, plan.ends)
         try:
+            self.kv_cache.grow(slots, plan.ends)
+            if self.kv_cache.has_copies:
+                self._copy_pages()
             handle = self.executor.submit(pack_step(plan, running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
@@ -208,6 +280,18 @@ class EngineLoop:
         running.last_step[slots] = plan.step
         self._in_flight.append(_InFlight(plan, handle))
         self._counts["prompt_tokens"] += int(plan.sizes[: plan.num_context].sum())
+
+    def _copy_pages(self) -> None:
+        """Have the executor carry out page copies before the step that relies on them."""
+        try:
+            self.executor.copy_pages(self.kv_cache.take_copies())
+        except Exception as error:
+            # What the pages hold is not known any more, whoever they are of.
+            self.kv_cache.clear()
+            for request_id in self.running.names():
+                if (request := self.running.get(request_id)) is not None:
+                    self._fail(request, error)
+            raise
 
     def _read(self, step: _InFlight) -> None:
         """Wait for a step, hand out its ids, and release what no later step uses."""
@@ -219,6 +303,7 @@ class EngineLoop:
         # Only now: a KeyboardInterrupt while waiting leaves the step in flight, to be read later.
         self._in_flight.popleft()
         self._last_read = step.plan.step
+        self.kv_cache.step_read(self._last_read)
         if isinstance(outcome, Exception):
             self._fail_step(step.plan, outcome)
         else:
@@ -226,7 +311,10 @@ class EngineLoop:
         if self._draining:
             for request in [r for r in self._draining.values() if not self._in_unread_step(r)]:
                 del self._draining[request.request_id]
-                self._release(request)
+                if request.finish is None:
+                    self._queue_again(request)
+                else:
+                    self._release(request)
 
     def _hand_out(self, plan: StepPlan, result: StepResult) -> None:
         """Take the ids of all rows at once, then look at the requests that something happens to."""
@@ -240,13 +328,29 @@ class EngineLoop:
             for row in np.flatnonzero(alive & ~result.finite).tolist():
                 if running.alive[slots[row]]:  # a consumer may just have ended it
                     position = int(plan.starts[plan.samples][row])
-                    self._fail(running.request(slots[row]), _not_finite(position))
+                    self._fail(running.request(slots[row]), not_finite(position))
             slots, token_ids = slots[taken], token_ids[taken]
             logprobs = [logprobs[row] for row in np.flatnonzero(taken).tolist()]
         self._counts["generation_tokens"] += len(slots)
         for i in running.append(slots, token_ids).tolist():
             if running.alive[slots[i]]:
                 self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
+        if self.kv_cache.any_to_store and self.kv_cache.events.enabled:
+            self._store_pages()
+
+    def _store_pages(self) -> None:
+        """Leave pages that have become full to the prefix cache. It sees them when somebody looks: before
+        an admission, at their request's end, after every step when events tell others of them."""
+        # Finite logits show that what a request has in the cache is sound; before, nothing does.
+        ready = self.running.alive & self.running.has_sampled
+        for slot in self.kv_cache.slots_to_store(ready):
+            self._store(self.running.request(slot))
+
+    def _store(self, request: Request) -> None:
+        slot, running = request.slot, self.running
+        # The last id has been read, but it has not been, or may not have been, in a step that was.
+        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1
+        self.kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))
 
     def _look_at(
         self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
@@ -255,12 +359,12 @@ class EngineLoop:
         output_tokens = int(self.running.output_tokens[request.slot])
         if output_tokens == 1:
             request.times.first_token = now
-        finish = _ended_by_id(request, token_id, output_tokens) if token_id in request.ending_ids else None
+        finish = ended_by_id(request, token_id, output_tokens) if token_id in request.ending_ids else None
         if request.watched:
             try:
                 stop = request.sink.on_token(token_id, logprobs, finish is not None)
             except Exception as error:
-                self._finish(request, _output_failed(request, error))
+                self._finish(request, output_failed(request, error))
                 return
             if finish is None and stop is not None:
                 finish = Finish(FinishReason.STOP, stop)
@@ -288,21 +392,24 @@ class EngineLoop:
                 self._fail(self.running.request(slot), error)
 
     def _fail(self, request: Request, error: Exception | str) -> None:
-        self._finish(request, _failed(error))
+        self._finish(request, failed(error))
 
     def _finish(self, request: Request, finish: Finish) -> None:
         """End a request; its slot and pages stay until the executor is done with them."""
-        waited = self._waiting.pop(request.request_id, None) is not None
+        waited = self._waiting.remove(request.request_id) is not None
         if not waited and not request.watched:
             try:
                 self._deliver(request, ending=finish.reason is FinishReason.STOP)
             except Exception as error:
-                finish = _output_failed(request, error)
+                finish = output_failed(request, error)
         request.finish = finish
         request.times.finished = self.clock()
         self._counts["requests_finished"] += 1
         self.running.remove(request)
-        if not waited:
+        if self.observer is not None:
+            self._tell_end(request, waited)
+        # Whoever drains already is released with the others that do.
+        if not waited and request.request_id not in self._draining:
             if self._in_unread_step(request):
                 self._draining[request.request_id] = request
             else:
@@ -312,33 +419,22 @@ class EngineLoop:
         except Exception:
             logger.exception("request %s: its consumer failed", request.request_id)
 
+    def _tell_end(self, request: Request, waited: bool) -> None:
+        assert self.observer is not None
+        output_tokens, last_step = len(request.output_token_ids), -1
+        if not waited:
+            output_tokens = int(self.running.output_tokens[request.slot])
+            last_step = int(self.running.last_step[request.slot])
+        # A later step that holds a row of it has not been read, and its row is surplus.
+        step = min(last_step, self._last_read) if last_step >= 0 and output_tokens else self._next_step
+        self.observer.on_finish(request, step, output_tokens)
+
     def _in_unread_step(self, request: Request) -> bool:
         return bool(self.running.last_step[request.slot] > self._last_read)
 
     def _release(self, request: Request) -> None:
-        self.kv_cache.free(request.slot)
+        has_failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
+        if not has_failed and self.running.has_sampled[request.slot]:
+            self._store(request)
+        self.kv_cache.free(request.slot, failed=has_failed)
         self.capacity.release(request)
-
-
-def _failed(error: Exception | str) -> Finish:
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return Finish(FinishReason.ERROR, text)
-
-
-def _output_failed(request: Request, error: Exception) -> Finish:
-    """One request's text must not take down the others."""
-    logger.error("request %s: its output failed", request.request_id, exc_info=error)
-    return _failed(error)
-
-
-def _not_finite(position: int) -> str:
-    return (
-        f"no token can be chosen at position {position}: logits or what penalties make of them are not finite"
-    )
-
-
-def _ended_by_id(request: Request, token_id: int, output_tokens: int) -> Finish | None:
-    if output_tokens < request.params.min_tokens:
-        return None
-    # A stop id the user named is told even where it is an EOS id as well.
-    return Finish(FinishReason.STOP, token_id if token_id in request.stop_token_ids else None)

@@ -53,6 +53,8 @@ class RequestOutput:
     """A request and what it has produced: all of it from `generate`, the new part from `stream`.
 
     `seed` is the one its draws used, also when none was given; None for greedy requests.
+    `num_cached_tokens` are prompt tokens that were not computed because the prefix cache had them; None
+    while the request waits.
     """
 
     request_id: str
@@ -62,3 +64,4 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     seed: int | None = None
+    num_cached_tokens: int | None = None

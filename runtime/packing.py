@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tapeout.runtime.kv_cache import KvCache
-from tapeout.runtime.scheduler.microbatch import StepPlan
+from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import FROM_SLOT, StepInputs
 
@@ -42,11 +42,11 @@ def pack_step(plan: StepPlan, running: Running, kv_cache: KvCache) -> StepInputs
 
 
 def _token_ids(plan: StepPlan, running: Running, total: int) -> np.ndarray:
-    """[total]: pieces of prompts, then FROM_SLOT."""
+    """[total]: pieces of contexts, then FROM_SLOT."""
     token_ids = np.full(total, FROM_SLOT, np.int32)
     columns = (plan.slots, plan.starts, plan.sizes)
     first = 0
     for slot, start, size in zip(*(c[: plan.num_context].tolist() for c in columns), strict=True):
-        token_ids[first : first + size] = running.request(slot).prompt_token_ids[start : start + size]
+        token_ids[first : first + size] = running.request(slot).context_token_ids[start : start + size]
         first += size
     return token_ids

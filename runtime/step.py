@@ -15,9 +15,11 @@ import numpy as np
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob, SampleResult
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.kv_cache.pages import PageCopies
 
-__all__ = ["FROM_SLOT", "Executor", "Logprob", "StepHandle", "StepInputs", "StepResult"]
+__all__ = ["FROM_SLOT", "NO_IDS", "Executor", "Logprob", "StepHandle", "StepInputs", "StepResult"]
 
+NO_IDS = np.zeros(0, np.int32)
 FROM_SLOT = -1  # token id placeholder: use the slot's last sampled id
 
 
@@ -55,14 +57,23 @@ class StepHandle(Protocol):
         """Wait for the step; raises what the executor raised."""
 
 
-class Executor(Protocol):
-    """Replays the engine's program. Steps run in the order submitted."""
+class Executor(PageCopies, Protocol):
+    """Replays the engine's program and copies pages. Steps run in the order submitted."""
 
     limits: Limits
-    num_pages: int
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
-        """Bind a slot to a new request's sampling state; ordered with steps."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
+        """Bind a slot to a request's sampling state; ordered with steps.
+
+        `output_token_ids` are those of a request that was paused and goes on: for penalties and
+        `min_tokens` they are output, although the next steps read them as context.
+        """
 
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Queue a step and return at once."""

@@ -8,7 +8,7 @@ depends on the other rows of the step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -30,10 +30,17 @@ def ending_ids(params: SamplingParams, eos: Iterable[int], vocab_size: int) -> n
 class _Slot:
     """Sampling state of one request."""
 
-    def __init__(self, params: SamplingParams, prompt: np.ndarray, eos: Iterable[int], vocab: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: np.ndarray,
+        output: np.ndarray,
+        eos: Iterable[int],
+        vocab: int,
+    ) -> None:
         self.params = params.with_seed()
         self.seed = self.params.seed or 0
-        self.num_sampled = 0
+        self.num_sampled = len(output)
         self.ending_ids = ending_ids(params, eos, vocab)
         self.counts: np.ndarray | None = None  # [vocab] occurrences in the output
         self.seen: np.ndarray | None = None  # [vocab] in prompt or output
@@ -41,6 +48,8 @@ class _Slot:
             self.counts = np.zeros(vocab, dtype=np.int32)
             self.seen = np.zeros(vocab, dtype=bool)
             self.seen[prompt[prompt < vocab]] = True
+            self.seen[output] = True
+            np.add.at(self.counts, output, 1)
 
     def record(self, token_id: int) -> None:
         self.num_sampled += 1
@@ -67,10 +76,20 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
         self._slots: list[_Slot | None] = [None] * max_batch_size
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
-        """Bind a slot to a new request; the previous one's state is dropped."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: Sequence[int] | np.ndarray = (),
+    ) -> None:
+        """Bind a slot to a request; the previous one's state is dropped.
+
+        `output_token_ids`: sampled already, in another slot.
+        """
         prompt = np.asarray(prompt_token_ids, dtype=np.int64)
-        self._slots[slot] = _Slot(params, prompt, self.eos_token_ids, self.valid_vocab_size)
+        output = np.asarray(output_token_ids, dtype=np.int64)
+        self._slots[slot] = _Slot(params, prompt, output, self.eos_token_ids, self.valid_vocab_size)
 
     def sample(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> SampleResult:
         """One id per row; advances the slots' state.

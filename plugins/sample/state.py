@@ -13,12 +13,13 @@
     word 11     min_tokens, at most 2**31 - 1
     word 12     top logprobs to report; -1 = none, 0 = the sampled id's only
     word 13     1 = any penalty is on
-    word 14     ids sampled so far; the kernels' own
+    word 14     ids sampled so far; the kernels' own once it is written
     word 15     0
 
 `sample_bits` is int32 [slots, 2, bits_row(V)]: the ids of the prompt, then those that `min_tokens` masks,
 bit i of word w for id 32 * w + i. `output_counts` is int32 [slots, counts_row(V)]: how often the slot
-sampled each id; the kernels' own, zeroed when a request with penalties is admitted.
+sampled each id; the kernels' own, set when a request with penalties is admitted: to zero, or to what it
+sampled before it was paused.
 """
 
 from __future__ import annotations
@@ -50,8 +51,12 @@ def needs_full(params: SamplingParams) -> bool:
     return params.has_penalties or params.min_tokens > 0 or params.logprobs is not None
 
 
-def state_words(params: SamplingParams) -> np.ndarray:
-    """int32 [SAMPLE_STATE_WORDS] of a request; UnsupportedError for what `device_unsupported` names."""
+def state_words(params: SamplingParams, num_sampled: int = 0) -> np.ndarray:
+    """int32 [SAMPLE_STATE_WORDS] of a request that has sampled so many ids.
+
+    Raises:
+        UnsupportedError: for what `device_unsupported` names.
+    """
     if reason := device_unsupported(params):
         raise UnsupportedError(f"sampling parameters cannot be put on the device: {reason}")
     packed = struct.pack(
@@ -67,7 +72,7 @@ def state_words(params: SamplingParams) -> np.ndarray:
         min(params.min_tokens, _MOST_TOKENS),
         -1 if params.logprobs is None else params.logprobs,
         params.has_penalties,
-        0,
+        num_sampled,
         0,
     )
     return np.frombuffer(packed, dtype=np.int32).copy()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +15,8 @@ from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.llm import LLM
-from tapeout.runtime.loop import StepRecord
-from tapeout.runtime.scheduler.microbatch import StepPlan
+from tapeout.runtime.scheduler.plan import StepPlan
+from tapeout.runtime.scheduler.record import StepRecord
 
 #: Longest sleep while nothing runs and the next request is not due, in seconds.
 _NAP_SECONDS = 0.001
@@ -74,7 +76,11 @@ class Run:
 
 
 class MeasuredLLM(LLM):
-    """Use `run` instead of `generate`; everything else is as users have it."""
+    """Use `run` instead of `generate`; everything else is as users have it, but for prefix reuse: runs repeat
+    their prompts, and every one of them is to be computed."""
+
+    def __init__(self, engine: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__(engine, **{"enable_prefix_reuse": False, **options})
 
     def run(self, requests: Sequence[BenchRequest], *, max_concurrency: int | None = None) -> Run:
         """Run requests, greedily and each to its full length, in flight together.
@@ -120,7 +126,7 @@ class MeasuredLLM(LLM):
     def set_limits(self, max_batch_size: int, max_num_tokens: int) -> None:
         """Run with other limits at or below the engine's from now on; nothing may be running."""
         self._loop.abort_all()
-        self._loop = self._new_loop(max_batch_size, max_num_tokens)
+        self._loop = self._new_loop(self._options.with_limits(max_batch_size, max_num_tokens))
 
     def _has_room(self, max_concurrency: int) -> bool:
         stats = self._loop.stats()

@@ -141,6 +141,16 @@ class Engine:
         return self._file.verifier.seal.hex()
 
     @property
+    def weights_digest(self) -> str:
+        """Identifies the weights that run, and all else in the engine: its digest, and the shared weight
+        file's where it has one."""
+        return (
+            self.digest
+            if self._weights is self._file
+            else f"{self.digest}+{self._weights.verifier.seal.hex()}"
+        )
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The engine file, then the shared weight file if there is one."""
         return (self.path,) if self._weights is self._file else (self.path, self._weights.path)

@@ -23,6 +23,7 @@ def load_executor(
     engine: Engine,
     *,
     num_pages: int,
+    host_pages: int = 0,
     threads: int | None = None,
     release_weights: bool = False,
     max_buckets: int = 64,
@@ -30,7 +31,8 @@ def load_executor(
 ) -> CpuExecutor | CudaExecutor:
     """The executor of the engine's target, ready to replay; imports what that target needs.
 
-    `num_pages` pages of KV cache. On `cpu`: `threads` for kernels (None: the library's default);
+    `num_pages` pages of KV cache, and `host_pages` of its host tier. On `cpu`: `threads` for kernels
+    (None: the library's default);
     `release_weights` trades speed for memory: no weight stays in memory after its record;
     `max_buckets` bound row counts are kept; `laps` gets the seconds of the parts. Raises CapacityError
     when memory is short, EngineIncompatibleError when the engine was built for another target,
@@ -40,7 +42,7 @@ def load_executor(
     if is_cuda(engine):
         module = _cuda_module(engine)
         laps.lap("executor_import")
-        return module.CudaExecutor(engine, num_pages=num_pages, laps=laps)
+        return module.CudaExecutor(engine, num_pages=num_pages, host_pages=host_pages, laps=laps)
     check_target(engine, detect_host())
     try:
         import torch  # noqa: F401
@@ -54,6 +56,7 @@ def load_executor(
     return CpuExecutor(
         engine,
         num_pages=num_pages,
+        host_pages=host_pages,
         threads=threads,
         release_weights=release_weights,
         max_buckets=max_buckets,

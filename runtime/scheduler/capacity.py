@@ -2,65 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tapeout.runtime.kv_cache import pages_for
+import numpy as np
+
+from tapeout.runtime.kv_cache import AdmissionPages, KvCache, pages_for
+from tapeout.runtime.scheduler.policies import CapacityPolicy
+from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.request import Request
+from tapeout.runtime.scheduler.running import Running
 
-
-class CapacityPolicy(StrEnum):
-    """How admission treats the pages a request may come to need."""
-
-    #: Admit when the worst case fits: no running request is ever evicted or paused.
-    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
+_NEED = {
+    CapacityPolicy.GUARANTEED_NO_EVICT: ("worst case", "uncommitted"),
+    CapacityPolicy.MAX_UTILIZATION: ("present need", "free beyond the present need of those that run"),
+    CapacityPolicy.STATIC_BATCH: ("worst case", "uncommitted"),
+}
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A request was given a slot; `pages` is its worst case, committed until it is released."""
+    """A request was given a slot.
+
+    Attributes:
+        pages: what admission reckoned with: its worst case, or under MAX_UTILIZATION its present need,
+            without pages of the prefix cache that others hold anyway.
+        available_pages: what there was to reckon with.
+        cached_tokens: of its context, which the prefix cache had.
+        recompute_tokens: tokens that were in the KV cache when it was paused and were not found in the
+            prefix cache; 0 for one that is new.
+    """
 
     request_id: str
     slot: int
     pages: int
-    uncommitted_pages: int
+    available_pages: int
+    policy: CapacityPolicy
+    resumed: bool = False
+    cached_tokens: int = 0
+    recompute_tokens: int = 0
 
     def reason(self) -> str:
-        return f"admitted: worst case {self.pages} of {self.uncommitted_pages} uncommitted pages"
+        need, of = _NEED[self.policy]
+        text = f"{need} {self.pages} of {self.available_pages} pages {of}"
+        if self.cached_tokens:
+            text += f"; {self.cached_tokens} tokens are cached"
+        if self.resumed:
+            return f"resumed: {text}; {self.recompute_tokens} tokens are computed again"
+        return f"admitted: {text}"
 
 
-class WaitCause(StrEnum):
+class HoldCause(StrEnum):
     SLOTS = "max_batch_size"
     PAGES = "kv_cache_pages"
+    BATCH = "static_batch"
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """The head of the queue was not admitted. Those behind it wait for their turn."""
+class Held:
+    """The head of the queue was not admitted. Those behind it wait for their turn.
+
+    `needed` and `available` are slots, pages, or (BATCH) the requests that still hold a slot and 0.
+    """
 
     request_id: str
-    cause: WaitCause
+    cause: HoldCause
     needed: int
     available: int
+    policy: CapacityPolicy
+    paused: bool = False
 
     def reason(self) -> str:
-        if self.cause is WaitCause.SLOTS:
-            return f"waiting: all {self.needed} slots (max_batch_size) are taken"
-        return f"waiting: worst case {self.needed} pages, {self.available} uncommitted"
+        state = "paused" if self.paused else "waiting"
+        if self.cause is HoldCause.SLOTS:
+            return f"{state}: max_batch_size is reached, all {self.needed} slots are taken"
+        if self.cause is HoldCause.BATCH:
+            return f"{state}: static batch, {self.needed} requests of the batch before still run"
+        need, of = _NEED[self.policy]
+        return f"{state}: {need} {self.needed} pages, {self.available} {of}"
 
 
 class CapacityScheduler:
-    """GUARANTEED_NO_EVICT over slots and pages, first come first served.
+    """Slots and pages for waiting requests, in the order of their ranks.
 
-    A request commits the pages of its worst case when admitted, and page use of running requests
-    never exceeds what is committed. The queue's head is never overtaken, so every request is
-    admitted once those before it have ended. Cost: the requests admitted, plus one.
+    The queue's head is never overtaken, so every request is admitted once those before it have ended.
+    Cost: the requests admitted, plus one; under MAX_UTILIZATION also a few array operations over those
+    that run. It never depends on the queue's length.
+
+    What a request must find (see `CapacityPolicy`):
+        worst case: pages for prompt and `max_tokens`. They are committed until it is released, and pages
+            never run out. A page that several share counts once, so the sum may exceed the pool.
+        present need: pages for its context and a page's worth of tokens more, but never more than the
+            worst case; free beyond the same need of every running request. So after an admission
+            nobody has to be paused for at least `tokens_per_page` steps.
     """
 
-    policy = CapacityPolicy.GUARANTEED_NO_EVICT
-
-    def __init__(self, *, num_pages: int, tokens_per_page: int, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        tokens_per_page: int,
+        max_batch_size: int,
+        policy: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
+    ) -> None:
+        self.policy = policy
         self.num_pages = num_pages
         self.tokens_per_page = tokens_per_page
         self.max_batch_size = max_batch_size
@@ -71,29 +116,95 @@ class CapacityScheduler:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def may_pause(self) -> bool:
+        """Whether running requests can find no page for their next token."""
+        return self.policy is CapacityPolicy.MAX_UTILIZATION
+
     def worst_case_pages(self, request: Request) -> int:
         return pages_for(request.worst_case_tokens, self.tokens_per_page)
 
-    def admit(self, waiting: Iterable[Request]) -> tuple[list[tuple[Request, Admission]], Waiting | None]:
-        """Take requests from the front of `waiting` while they fit; the caller removes them.
+    def refusal(self, request: Request) -> str | None:
+        """Why the request can never run; None when it can, alone at the latest."""
+        pages = self.worst_case_pages(request)
+        if pages <= self.num_pages:
+            return None
+        tokens = f"{request.prompt_tokens} prompt tokens and {request.max_tokens} to generate"
+        size = f"{pages} KV pages of {self.tokens_per_page} tokens"
+        return f"{tokens} need {size}; the pool has {self.num_pages}"
+
+    def admit(
+        self, waiting: WaitingQueue, running: Running, kv_cache: KvCache
+    ) -> tuple[list[tuple[Request, Admission]], Held | None]:
+        """Take requests from the front of `waiting` while they fit.
+
+        A page of the prefix cache that others hold costs a request nothing; those that nobody holds count
+        as free until it takes them, which it does here.
 
         Returns the admitted ones, whose `slot` is set, and why the next one is not among them.
         """
         admitted: list[tuple[Request, Admission]] = []
-        for request in waiting:
-            pages = self.worst_case_pages(request)
-            free = self.num_pages - self.committed_pages
+        request = waiting.first()
+        if request is None:
+            return admitted, None
+        taken = self.max_batch_size - len(self._free_slots)
+        if self.policy is CapacityPolicy.STATIC_BATCH and taken:
+            return admitted, self._held(request, HoldCause.BATCH, taken, 0)
+        available: int | None = None
+        while request is not None:
             if not self._free_slots:
-                return admitted, Waiting(request.request_id, WaitCause.SLOTS, self.max_batch_size, 0)
-            if pages > free:
-                return admitted, Waiting(request.request_id, WaitCause.PAGES, pages, free)
+                return admitted, self._held(request, HoldCause.SLOTS, self.max_batch_size, 0)
+            if available is None:
+                available = self.available_pages(running, kv_cache)
+            ids, cache = request.context_token_ids, request.cache
+            pages = kv_cache.ask(ids, cache.user, self._needed_pages(request), available)
+            if not pages.fits:
+                return admitted, self._held(request, HoldCause.PAGES, pages.needed, max(available, 0))
+            waiting.remove(request.request_id)
             request.slot = self._free_slots.pop()
-            self.committed_pages += pages
-            admitted.append((request, Admission(request.request_id, request.slot, pages, free)))
+            self.committed_pages += self.worst_case_pages(request)
+            # At once: what the next one finds may be what this one holds now.
+            cache.attached(kv_cache.attach(request.slot, ids, cache.user, pages.match, request.prompt_tokens))
+            admitted.append((request, self._admission(request, pages)))
+            # Whatever of it was taken already, and whatever is still to come.
+            available -= pages.needed
+            request = waiting.first()
         return admitted, None
 
     def release(self, request: Request) -> None:
-        """Take back slot and pages of a request that no submitted step uses any more."""
+        """Take back the slot, and what was committed, of a request that no submitted step uses any more."""
         self.committed_pages -= self.worst_case_pages(request)
         self._free_slots.append(request.slot)
         request.slot = -1
+
+    def _needed_pages(self, request: Request) -> int:
+        tokens = request.worst_case_tokens
+        if self.may_pause:
+            tokens = min(request.context_tokens + self.tokens_per_page, tokens)
+        return pages_for(tokens, self.tokens_per_page)
+
+    def available_pages(self, running: Running, kv_cache: KvCache) -> int:
+        """Pages that nobody holds and none of those that run is to find free; below 0 where they may have
+        to be paused."""
+        if not self.may_pause:
+            return kv_cache.uncommitted_pages(self.committed_pages)
+        slots = running.order
+        tokens = np.maximum(running.context_tokens[slots], running.cached_tokens[slots])
+        tokens = np.minimum(tokens + self.tokens_per_page, running.worst_case_tokens[slots])
+        return kv_cache.num_free - int(kv_cache.missing_pages(slots, tokens).sum())
+
+    def _admission(self, request: Request, pages: AdmissionPages) -> Admission:
+        found = request.cache.attached_tokens
+        return Admission(
+            request.request_id,
+            request.slot,
+            pages.needed,
+            pages.available,
+            self.policy,
+            resumed=request.pauses > 0,
+            cached_tokens=found,
+            recompute_tokens=max(request.lost_tokens - found, 0),
+        )
+
+    def _held(self, request: Request, cause: HoldCause, needed: int, available: int) -> Held:
+        return Held(request.request_id, cause, needed, available, self.policy, request.pauses > 0)

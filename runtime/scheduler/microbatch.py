@@ -2,137 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import cached_property
-from typing import NamedTuple
-
 import numpy as np
 
+from tapeout.runtime.scheduler.chunking import Chunking
+from tapeout.runtime.scheduler.plan import CONTEXT_REASONS, LAST_CHUNK, Reason, StepPlan
+from tapeout.runtime.scheduler.policies import ChunkingPolicy
 from tapeout.runtime.scheduler.running import Running
 
 _UNLIMITED = np.iinfo(np.int32).max
-
-
-class Reason(StrEnum):
-    """Why a running request got the rows it got."""
-
-    LAST_CHUNK = "context: the rest of the prompt"
-    CHUNK_BY_BUDGET = "context: a chunk, cut by max_num_tokens"
-    CHUNK_BY_LIMIT = "context: a chunk, cut by chunk_tokens"
-    GENERATION = "generation: one token"
-    NO_BUDGET = "no rows: max_num_tokens is used up; it comes first in a later step"
-    ALL_PLANNED = "no rows: its last token is being computed"
-
-
-class Scheduled(NamedTuple):
-    """Rows of one request: `num_tokens` tokens from position `start` on.
-
-    `samples` is True where the last row's logits give an output token.
-    """
-
-    request_id: str
-    slot: int
-    start: int
-    num_tokens: int
-    samples: bool
-    reason: Reason
-
-
-class Skipped(NamedTuple):
-    request_id: str
-    reason: Reason
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """What runs in one step: context rows first, then generation, and why.
-
-    Together with the admissions of the step (see `capacity`) this explains every decision. B sequences;
-    the numbers are arrays, and what names requests one by one is made when somebody asks.
-
-    Attributes:
-        request_ids, slots: [B] whose rows they are.
-        starts, ends: [B] positions of its rows. samples: [B] whether the last row's logits give an
-            output token.
-        context_reasons: of the first sequences; the others generate.
-        left_out: ids of running requests without rows, by reason.
-    """
-
-    step: int
-    request_ids: np.ndarray
-    slots: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    samples: np.ndarray
-    context_reasons: tuple[Reason, ...]
-    left_out: tuple[tuple[Reason, np.ndarray], ...]
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.slots)
-
-    @property
-    def num_context(self) -> int:
-        """Context sequences, which stand before the others."""
-        return len(self.context_reasons)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """[B] rows of each sequence."""
-        return self.ends - self.starts
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.sizes.sum())
-
-    @property
-    def sampled_slots(self) -> np.ndarray:
-        """[R] slots of the rows that give an output token, in packed order."""
-        # Generation always samples; so does all context but cut prompts.
-        return self.slots if not self.context_reasons else self.slots[self.samples]
-
-    @cached_property
-    def scheduled(self) -> tuple[Scheduled, ...]:
-        """All sequences in packed order."""
-        columns = (self.request_ids, self.slots, self.starts, self.sizes, self.samples)
-        generation = (Reason.GENERATION,) * (self.num_sequences - self.num_context)
-        rows = zip(*(c.tolist() for c in columns), self.context_reasons + generation, strict=True)
-        return tuple(Scheduled(*row) for row in rows)
-
-    @property
-    def context(self) -> tuple[Scheduled, ...]:
-        return self.scheduled[: self.num_context]
-
-    @property
-    def generation(self) -> tuple[Scheduled, ...]:
-        return self.scheduled[self.num_context :]
-
-    @property
-    def skipped(self) -> tuple[Skipped, ...]:
-        return tuple(Skipped(name, reason) for reason, names in self.left_out for name in names.tolist())
+_NO_CODES = np.zeros(0, np.int8)
+#: The reason of a chunk as large as the policy makes them, and of one that the budget made smaller.
+_CUT = {
+    ChunkingPolicy.FIRST_COME_FIRST_SERVED: (Reason.CHUNK_BY_LIMIT, Reason.CHUNK_BY_BUDGET),
+    ChunkingPolicy.EQUAL_PROGRESS: (Reason.CHUNK_BY_LIMIT, Reason.CHUNK_EQUAL),
+    ChunkingPolicy.FORCE_CHUNK: (Reason.CHUNK_FORCED, Reason.CHUNK_BY_BUDGET),
+}
 
 
 class MicroBatchScheduler:
-    """Fills `max_num_tokens`: generation first, the rest with context in order of admission.
+    """Fills `max_num_tokens`: generation first, the rest with context by the chunking policy.
 
-    `chunk_tokens` caps the context tokens of one request in a step. A plan depends on the step's
-    number and the running requests alone and costs time linear in their number. Every running
-    request advances within a bounded number of steps: generation rows that do not all fit take turns
-    by the step they last ran in, and while any context waits at least one row is kept for it (with a
-    budget of one row, every other step).
+    A plan depends on the step's number and the running requests alone and costs time linear in their
+    number. Every running request advances within a bounded number of steps, whatever arrives:
+    generation rows that do not all fit take turns by the step they last ran in; while any context
+    waits at least one row is kept for it (with a budget of one row, every other step); and of the
+    requests in context the first by rank always gets tokens, so that a later one waits for no more
+    than the context of those before it. Under EQUAL_PROGRESS it waits for one chunk of each at most.
+
+    Args:
+        chunk_tokens: most context tokens of one request in a step; under FORCE_CHUNK their number,
+            None being a page's worth.
+        tokens_per_page: chunks end with pages (see chunking.py); 1 = anywhere.
     """
 
-    def __init__(self, *, max_num_tokens: int, chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int,
+        chunk_tokens: int | None = None,
+        tokens_per_page: int = 1,
+        policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    ) -> None:
         self.max_num_tokens = max_num_tokens
-        # More than any prompt has stands for no limit.
-        self._most_tokens = min(chunk_tokens or _UNLIMITED, _UNLIMITED)
+        self.policy = policy
+        if chunk_tokens is None:
+            # More than any prompt has stands for no limit.
+            chunk_tokens = tokens_per_page if policy is ChunkingPolicy.FORCE_CHUNK else _UNLIMITED
+        self._chunking = Chunking(policy, min(chunk_tokens, _UNLIMITED), tokens_per_page)
+        self._codes = tuple(CONTEXT_REASONS.index(reason) for reason in _CUT[policy])
 
     def plan(self, step: int, running: Running) -> StepPlan:
         """Plan step `step` over the running requests."""
         slots = running.order
         starts = running.cached_tokens[slots]
-        wants_context = starts < running.prompt_tokens[slots]
+        wants_context = starts < running.context_tokens[slots]
         wants_tokens = running.planned_tokens[slots] < running.max_tokens[slots]
         context, generation = slots[:0], slots
         left_out: list[tuple[Reason, np.ndarray]] = []
@@ -145,18 +68,22 @@ class MicroBatchScheduler:
 
         room = self.max_num_tokens - self._reserved(step, running, context, generation)
         if len(generation) > room:
-            turn = np.argsort(running.last_step[generation], kind="stable")  # ties by admission
+            turn = np.argsort(running.last_step[generation], kind="stable")  # ties by rank
             left_out.append((Reason.NO_BUDGET, generation[turn[room:]]))
             generation = generation[np.sort(turn[:room])]
-        if len(context) == 0:
-            return _step_plan(step, running, generation, 1, (), left_out)
-        sizes, reasons = self._fill(running, context, self.max_num_tokens - len(generation))
-        served = len(sizes)
-        if served < len(context):
-            left_out.append((Reason.NO_BUDGET, context[served:]))
-        slots = np.concatenate([context[:served], generation])
+        budget = self.max_num_tokens - len(generation)
+        if len(context) == 0 or budget == 0:
+            if len(context):
+                left_out.append((Reason.NO_BUDGET, context))
+            return _step_plan(step, running, generation, 1, _NO_CODES, left_out)
+        sizes, codes = self._fill(running, context, budget)
+        served = sizes > 0
+        if not served.all():
+            left_out.append((Reason.NO_BUDGET, context[~served]))
+            context, sizes, codes = context[served], sizes[served], codes[served]
+        slots = np.concatenate([context, generation])
         sizes = np.concatenate([sizes, np.ones(len(generation), np.int32)])
-        return _step_plan(step, running, slots, sizes, reasons, left_out)
+        return _step_plan(step, running, slots, sizes, codes, left_out)
 
     def _reserved(self, step: int, running: Running, context: np.ndarray, generation: np.ndarray) -> int:
         """Rows kept for context although generation could take them."""
@@ -167,21 +94,14 @@ class MicroBatchScheduler:
         # Not compared with generation's last step: who ran in the step before may be gone by now.
         return int(running.last_step[context].max() < step - 1)
 
-    def _fill(
-        self, running: Running, context: np.ndarray, budget: int
-    ) -> tuple[np.ndarray, tuple[Reason, ...]]:
-        """Tokens for the first of the context requests, as many as get any, and why."""
-        rest = running.prompt_tokens[context] - running.cached_tokens[context]
-        wanted = np.minimum(rest, self._most_tokens)
-        before = np.cumsum(wanted, dtype=np.int32) - wanted
-        served = int(np.searchsorted(before, budget))
-        sizes = np.minimum(wanted, budget - before)[:served]
-        whole, uncut = sizes == rest[:served], sizes == wanted[:served]
-        reasons = tuple(
-            Reason.LAST_CHUNK if w else Reason.CHUNK_BY_LIMIT if u else Reason.CHUNK_BY_BUDGET
-            for w, u in zip(whole.tolist(), uncut.tolist(), strict=True)
-        )
-        return sizes, reasons
+    def _fill(self, running: Running, context: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [C] tokens of each request in context, and int8 [C] why so many."""
+        starts = running.cached_tokens[context]
+        rest = running.context_tokens[context] - starts
+        sizes, wanted = self._chunking.sizes(starts, rest, running.last_step[context], budget)
+        as_large_as_can_be, smaller = self._codes
+        codes = np.where(sizes == wanted, as_large_as_can_be, smaller)
+        return sizes, np.where(sizes == rest, LAST_CHUNK, codes).astype(np.int8)
 
 
 def _step_plan(
@@ -189,12 +109,12 @@ def _step_plan(
     running: Running,
     slots: np.ndarray,
     sizes: np.ndarray | int,
-    reasons: tuple[Reason, ...],
+    codes: np.ndarray,
     left_out: list[tuple[Reason, np.ndarray]],
 ) -> StepPlan:
     starts = running.cached_tokens[slots]
     samples = np.ones(len(slots), bool)
-    samples[: len(reasons)] = [reason is Reason.LAST_CHUNK for reason in reasons]
+    samples[: len(codes)] = codes == LAST_CHUNK
     names = running.request_ids
     return StepPlan(
         step=step,
@@ -203,6 +123,6 @@ def _step_plan(
         starts=starts,
         ends=starts + sizes,
         samples=samples,
-        context_reasons=reasons,
+        context_codes=codes,
         left_out=tuple((reason, names[left]) for reason, left in left_out),
     )

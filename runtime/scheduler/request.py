@@ -10,6 +10,9 @@ import numpy as np
 
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
+from tapeout.runtime.kv_cache.users import RequestCache
+
+_NO_IDS = np.zeros(0, np.int32)
 
 
 class FinishReason(StrEnum):
@@ -67,8 +70,15 @@ class Request:
         eos_token_ids, stop_token_ids: ids that end it once `min_tokens` are out.
         watched: the sink sees every token as soon as it is read, because its text can end the request or
             its logprobs are wanted. Otherwise it gets them together: at the end, or when it is asked.
+        priority: larger is served earlier; see PRIORITY_STEPS.
+        cache: its namespace and retention in the prefix cache, and what it found there.
         slot: executor slot and page table, -1 while waiting and after release.
         handed_tokens: tokens a sink that does not watch has been given.
+        rank: (step it counts as arrived in, number of its arrival); the smaller one goes first. Set when
+            it is queued and kept for good, so that a paused request is still before later ones.
+        output_token_ids: ids it had when it was paused last; context, when it runs again.
+        lost_tokens: tokens that were in the KV cache when it was paused last.
+        pauses: how often it was paused.
     """
 
     request_id: str
@@ -80,17 +90,36 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     watched: bool = True
+    priority: int = 0
+    cache: RequestCache = field(default_factory=RequestCache)
     slot: int = -1
     handed_tokens: int = 0
     finish: Finish | None = None
+    rank: tuple[int, int] = (0, 0)
+    output_token_ids: np.ndarray = field(default_factory=lambda: _NO_IDS)
+    lost_tokens: int = 0
+    pauses: int = 0
+    context_token_ids: np.ndarray = field(init=False)
     ending_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ending_ids = self.eos_token_ids | self.stop_token_ids
+        self.context_token_ids = self.prompt_token_ids
+
+    def paused_with(self, output_token_ids: np.ndarray, cached_tokens: int) -> None:
+        """It gave up its slot after these ids; they are part of its context when it runs again."""
+        self.pauses += 1
+        self.output_token_ids, self.lost_tokens = output_token_ids, cached_tokens
+        self.context_token_ids = np.concatenate([self.prompt_token_ids, output_token_ids])
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens it reads before it samples the next one: the prompt, and what it had when paused."""
+        return len(self.context_token_ids)
 
     @property
     def worst_case_tokens(self) -> int:

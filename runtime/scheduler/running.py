@@ -22,12 +22,16 @@ class Running:
         max_output_tokens: most ids one of them can come to have.
 
     Attributes ([num_slots]; a row of a slot that nobody ever had means nothing):
-        prompt_tokens, max_tokens: the request's, fixed.
+        context_tokens: tokens it reads before it samples: its prompt, and what it had when paused.
+        max_tokens, worst_case_tokens: the request's, fixed.
         cached_tokens: tokens in the KV cache after all submitted steps.
         planned_tokens: output tokens sampled by all submitted steps.
         output_tokens: output tokens read.
+        resumed_tokens: output tokens it had when it was admitted; more of them show that all its context
+            has been computed.
         last_step: index of the last submitted step it is part of, -1 before.
-        alive: it has not ended.
+        alive: it has not ended, so ids that are read for it are its own.
+        planned: it takes part in planning: it has neither ended nor been paused.
         look_at: output tokens with which something happens to the request whatever the ids are: its
             first one, its last one, any one where it is watched.
         output_ids: [num_slots, max_output_tokens], the ids read.
@@ -38,10 +42,11 @@ class Running:
         def numbers() -> np.ndarray:
             return np.zeros(num_slots, np.int32)
 
-        self.prompt_tokens, self.max_tokens = numbers(), numbers()
+        self.context_tokens, self.max_tokens, self.worst_case_tokens = numbers(), numbers(), numbers()
         self.cached_tokens, self.planned_tokens, self.output_tokens = numbers(), numbers(), numbers()
+        self.resumed_tokens = numbers()
         self.last_step = np.full(num_slots, -1, np.int64)
-        self.alive = np.zeros(num_slots, bool)
+        self.alive, self.planned = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         self.look_at = numbers()
         # Never cleared and mostly never touched: the system gives memory for what is written only.
         self.output_ids = np.empty((num_slots, max_output_tokens), np.int32)
@@ -49,8 +54,9 @@ class Running:
         self.request_ids = np.full(num_slots, None, object)
         self._by_id: dict[str, Request] = {}
         self._order = np.zeros(0, np.int64)
+        self._ranks = np.zeros((2, num_slots), np.int64)  # arrival, and number among equals
         self._came: list[int] = []  # slots that are not in the array yet
-        self._some_ended = False  # slots in it belong to requests that have ended
+        self._some_left = False  # slots in it belong to requests that have ended or were paused
         # How many requests an id can end. The last entry stays 0: it stands for all larger ids.
         self._ended_by = np.zeros(1, np.int32)
 
@@ -66,13 +72,19 @@ class Running:
 
     @property
     def order(self) -> np.ndarray:
-        """Slots in order of admission."""
+        """int64 [B]: slots of those that take part in planning, by rank."""
         if self._came:
-            self._order = np.concatenate([self._order, np.array(self._came, np.int64)])
+            order = np.concatenate([self._order, np.array(self._came, np.int64)])
+            arrivals, numbers = self._ranks[:, order]
+            # In order already unless priorities or a resumed request came between.
+            later = (arrivals[1:] > arrivals[:-1]) | (
+                (arrivals[1:] == arrivals[:-1]) & (numbers[1:] > numbers[:-1])
+            )
+            self._order = order if later.all() else order[np.lexsort((numbers, arrivals))]
             self._came = []
-        if self._some_ended:
-            self._order = self._order[self.alive[self._order]]
-            self._some_ended = False
+        if self._some_left:
+            self._order = self._order[self.planned[self._order]]
+            self._some_left = False
         return self._order
 
     def request(self, slot: int) -> Request:
@@ -82,26 +94,46 @@ class Running:
         return found
 
     def add(self, request: Request) -> None:
-        """A request was given its slot."""
+        """A request was given its slot; one that was paused goes on after the ids it had."""
         slot = request.slot
-        if self._some_ended:
-            self._order = self.order  # the slot may have been that of one who ended: not twice
-        self.prompt_tokens[slot], self.max_tokens[slot] = request.prompt_tokens, request.max_tokens
-        self.cached_tokens[slot] = self.planned_tokens[slot] = self.output_tokens[slot] = 0
+        if self._some_left:
+            self._order = self.order  # the slot may have been that of one who left: not twice
+        self.context_tokens[slot], self.max_tokens[slot] = request.context_tokens, request.max_tokens
+        self.worst_case_tokens[slot] = request.worst_case_tokens
+        had = len(request.output_token_ids)
+        self.cached_tokens[slot] = request.cache.attached_tokens
+        self.resumed_tokens[slot] = had
+        self.planned_tokens[slot] = self.output_tokens[slot] = had
+        self.output_ids[slot, :had] = request.output_token_ids
         self.last_step[slot] = -1
-        self.alive[slot], self.look_at[slot] = True, 1
+        self.alive[slot] = self.planned[slot] = True
+        self.look_at[slot] = 1
+        if had:
+            self.looked_at(request)
         self.requests[slot], self.request_ids[slot] = request, request.request_id
         self._by_id[request.request_id] = request
+        self._ranks[:, slot] = request.rank
         self._came.append(slot)
         self._count_ending_ids(request, 1)
 
     def remove(self, request: Request) -> None:
-        """A running request has ended; nothing happens for one that never ran."""
+        """A running request has ended or given up its slot; nothing happens for one that never ran."""
         if self._by_id.pop(request.request_id, None) is not None:
             self.alive[request.slot] = False
             self.requests[request.slot] = None
-            self._some_ended = True
+            self.pause(request)
             self._count_ending_ids(request, -1)
+
+    def pause(self, request: Request) -> None:
+        """It takes part in no further step. It may be in one whose ids are still to be read."""
+        self.planned[request.slot] = False
+        self._some_left = True
+
+    @property
+    def has_sampled(self) -> np.ndarray:
+        """bool [num_slots]: a token has been read for the slot's request since it was admitted."""
+        sampled: np.ndarray = self.output_tokens > self.resumed_tokens
+        return sampled
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """One id was read for each of these slots: which of them have to be looked at now, as indices.
@@ -120,6 +152,13 @@ class Running:
         """The ids read for a slot, without the first `start`."""
         ids: list[int] = self.output_ids[slot, start : self.output_tokens[slot]].tolist()
         return ids
+
+    def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
+        """int32: prompt and ids read, at these positions."""
+        prompt, output = request.prompt_token_ids, self.output_ids[request.slot]
+        if start >= len(prompt):
+            return output[start - len(prompt) : end - len(prompt)]
+        return np.concatenate([prompt[start:end], output[: max(end - len(prompt), 0)]])
 
     def looked_at(self, request: Request) -> None:
         """The request's newest token has been dealt with and did not end it."""

@@ -115,7 +115,11 @@ def test_json_lines_hold_everything(run: Callable[..., Result]) -> None:
     first, second = json_lines(result.stdout)
     assert (first["prompt"], first["text"], first["token_ids"]) == ("x", "yz", [25, 26, 0])
     assert (first["finish_reason"], first["stop_reason"]) == ("stop", None)
-    assert first["usage"] == {"prompt_tokens": 1, "completion_tokens": 3}
+    assert first["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert len(first["logprobs"]) == 3
     assert first["logprobs"][0]["25"]["decoded_token"] == "y"
     assert first["cumulative_logprob"] == pytest.approx(

@@ -96,7 +96,8 @@ def test_joining_while_others_run(llm: LLM, reference: Any, steps: list[Any]) ->
 def test_in_small_chunks(smollm2: Path, reference: Any) -> None:
     """Prompts cut into pieces of seven tokens, which share steps with others' decoding."""
     steps: list[Any] = []
-    with LLM(smollm2, chunk_tokens=CHUNK_TOKENS, on_step=steps.append) as llm:
+    options: dict[str, Any] = {"chunk_tokens": CHUNK_TOKENS, "enable_prefix_reuse": False}
+    with LLM(smollm2, on_step=steps.append, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], GREEDY)
     assert (
         differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []

@@ -132,6 +132,19 @@ CASES = (
         ),
         steps=ALL,
     ),
+    # Twelve prompts of six pages with a common beginning, in a pool of twenty: pages are shared, copied,
+    # and most go to the host and come back.
+    Case(
+        "reused, copied, offloaded",
+        tuple(
+            tuple(
+                Asked(_prompt(40, 100) + _prompt(50 + i, 101 + i), {"temperature": 0.0, "max_tokens": 12})
+                for i in order
+            )
+            for order in ((0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10, 11), (0, 5, 11, 1), (0,), (2, 3, 4, 6))
+        ),
+        {"max_tokens_in_kv_cache": 20 * 16, "host_cache_bytes": 1 << 22},
+    ),
     Case("joining", (_asked(_LENGTHS, 90, max_tokens=24),), steps=ALL, joining=True),
 )
 CASE_BY_NAME = {case.name: case for case in CASES}

@@ -89,6 +89,35 @@ def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
         assert all(sample_one(sampler, row, p) < 50 for p in range(300))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.9, "presence_penalty": 0.3},
+        {"min_tokens": 9, "stop_token_ids": tuple(range(1, V, 2))},
+        {"temperature": 0.9, "seed": 3, "frequency_penalty": 1.5},
+    ],
+)
+def test_a_request_goes_on_in_another_slot_where_it_was_paused(options: dict[str, Any]) -> None:
+    params, logits = SamplingParams(**{"temperature": 0} | options), np.repeat(random_logits(1), 12, 0)
+
+    def run(sampler: Sampler, slot: int, positions: range) -> list[int]:
+        return [
+            int(sampler.sample(logits[p : p + 1], np.array([slot]), np.array([p])).token_ids[0])
+            for p in positions
+        ]
+
+    through, paused = make(), make()
+    through.admit(0, params, np.array([2, 3]))
+    whole = run(through, 0, range(12))
+    paused.admit(0, params, np.array([2, 3]))
+    before = run(paused, 0, range(5))
+    paused.admit(1, params, np.array([2, 3]), np.array(before, np.int32))
+    assert before + run(paused, 1, range(5, 12)) == whole
+    # And it does make a difference.
+    paused.admit(1, params, np.array([2, 3, *before]))
+    assert before + run(paused, 1, range(5, 12)) != whole
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_rows_are_flagged_and_change_nothing(bad: float) -> None:
     sampler, logits = make(), random_logits(2)

@@ -7,22 +7,32 @@ or filled in the wrong order changes tokens, as it would with a model.
 
 from __future__ import annotations
 
+import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from cache_checks import check_cache
+
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.kv_cache import KvCache
-from tapeout.runtime.loop import EngineLoop, StepRecord
+from tapeout.runtime.kv_cache import CopyKind, KvCache, PageCopy, PrefixCacheOptions
+from tapeout.runtime.kv_cache.radix_tree import PageHash, page_hash
+from tapeout.runtime.loop import EngineLoop
+from tapeout.runtime.observe import Observer
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
+from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Finish, Request, RequestTimes
-from tapeout.runtime.step import FROM_SLOT, Logprob, StepInputs, StepResult
+from tapeout.runtime.step import FROM_SLOT, NO_IDS, Logprob, StepInputs, StepResult
 
 Script = Callable[[Sequence[int]], int]
 VOCAB = 23
@@ -35,6 +45,12 @@ def hashed_next_id(tokens: Sequence[int]) -> int:
     for token in tokens:
         state = (state * 1_000_003 + token + 1) % 2_147_483_647
     return state % VOCAB
+
+
+def rarely_ending_id(tokens: Sequence[int]) -> int:
+    """The same, but only every fourth of its EOS ids is one."""
+    token = hashed_next_id(tokens)
+    return token if token != EOS or len(tokens) % 4 == 0 else 1
 
 
 def expected_ids(
@@ -73,27 +89,60 @@ class FakeExecutor:
     fail_steps: frozenset[int] = frozenset()
     refuse_steps: frozenset[int] = frozenset()
     nan_when: Callable[[Sequence[int]], bool] = lambda tokens: False
+    host_pages: int = 0
+    fail_copies: bool = False
     events: list[tuple[str, int]] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
     steps: list[StepInputs] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
         self.pool = np.full((self.num_pages, self.limits.tokens_per_page), -7, dtype=np.int64)
+        self.host_pool = np.full((self.host_pages, self.limits.tokens_per_page), -8, dtype=np.int64)
         self.last_ids = np.full(self.limits.max_batch_size, -9, dtype=np.int64)
         self.cached = np.zeros(self.limits.max_batch_size, dtype=np.int64)
         self.results: dict[int, StepResult | Exception] = {}
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
         assert 0 <= slot < self.limits.max_batch_size
-        self.cached[slot] = 0
+        self.cached[slot] = -1  # it begins wherever the prefix cache ends
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """At once, before the steps that have not run: copies may overtake them."""
+        if self.fail_copies:
+            raise RuntimeError("scripted failure of copies")
+        self.copies += copies
+        pools = {
+            CopyKind.WITHIN: (self.pool, self.pool),
+            CopyKind.OFFLOAD: (self.pool, self.host_pool),
+            CopyKind.ONBOARD: (self.host_pool, self.pool),
+        }
+        unread = self.unread_pages()
+        for kind, source, target in copies:
+            origin, goal = pools[kind]
+            assert kind is CopyKind.OFFLOAD or target not in unread, "a page an unread step uses is written"
+            goal[target] = origin[source]
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
         index = len(self.steps)
         self.steps.append(inputs)
         self.events.append(("submit", index))
         check_inputs(inputs, self.limits, self.num_pages)
+        owners, per_page = self.unread_owners(), self.limits.tokens_per_page
         starts = inputs.kv_lens - np.diff(inputs.cu_q)
-        assert (starts == self.cached[inputs.slots]).all(), "a sequence must go on where it stopped"
+        for b, slot in enumerate(inputs.slots.tolist()):
+            written = inputs.page_table[b, starts[b] // per_page : -(-inputs.kv_lens[b] // per_page)]
+            assert all(owners.get(page, {slot}) == {slot} for page in written.tolist()), (
+                "a page that another's unread step uses is written"
+            )
+        known = self.cached[inputs.slots]
+        assert ((known < 0) | (starts == known)).all(), "a sequence must go on where it stopped"
         self.cached[inputs.slots] = inputs.kv_lens
         if index in self.refuse_steps:
             raise RuntimeError(f"scripted refusal of step {index}")
@@ -108,6 +157,18 @@ class FakeExecutor:
         if isinstance(result, Exception):
             raise result
         return result
+
+    def unread_owners(self) -> dict[int, set[int]]:
+        """Page to slots, of steps that were submitted before this one and have not run."""
+        done = self.results.keys() | self.refuse_steps
+        first = max(self.results, default=-1) + 1  # they run in order
+        owners: dict[int, set[int]] = {}
+        for step in (self.steps[i] for i in range(first, len(self.steps) - 1) if i not in done):
+            for slot, pages in zip(step.slots.tolist(), step.page_table.tolist(), strict=True):
+                for page in pages:
+                    owners.setdefault(page, set()).add(slot)
+        owners.pop(-1, None)
+        return owners
 
     def unread_pages(self) -> set[int]:
         """Pages of steps that were submitted and have not run."""
@@ -160,7 +221,8 @@ def check_inputs(inputs: StepInputs, limits: Limits, num_pages: int) -> None:
     assert (inputs.kv_lens <= limits.max_seq_len).all()
     generation = inputs.token_ids[inputs.cu_q[:-1]] == FROM_SLOT
     assert (np.diff(generation.astype(int)) >= 0).all(), "context must stand before generation"
-    seen: set[int] = set()
+    held: list[set[int]] = []
+    written: list[set[int]] = []
     for b in range(num_seqs):
         first, end = inputs.cu_q[b], inputs.cu_q[b + 1]
         start = inputs.kv_lens[b] - sizes[b]
@@ -168,8 +230,11 @@ def check_inputs(inputs: StepInputs, limits: Limits, num_pages: int) -> None:
         used = -(-int(inputs.kv_lens[b]) // limits.tokens_per_page)
         pages = inputs.page_table[b]
         assert ((pages[:used] >= 0) & (pages[:used] < num_pages)).all()
-        assert len(seen & set(pages[pages >= 0].tolist())) == 0, "a page belongs to two sequences"
-        seen |= set(pages[pages >= 0].tolist())
+        held.append(set(pages[pages >= 0].tolist()))
+        written.append(set(pages[int(start) // limits.tokens_per_page : used].tolist()))
+    for b, pages in enumerate(written):
+        others = set().union(*held[:b], *held[b + 1 :])
+        assert not pages & others, "a page that is written belongs to two sequences"
     assert set(inputs.row_slots.tolist()) <= set(inputs.slots.tolist())
     assert (np.isin(inputs.row_ids, inputs.cu_q[1:] - 1)).all()
 
@@ -233,13 +298,13 @@ class Rig:
         self.check_idle()
 
     def check_pages(self) -> None:
-        """No page leaked, shared, or free while a submitted step may use it."""
-        kv, slots = self.loop.kv_cache, range(self.executor.limits.max_batch_size)
-        held = [page for slot in slots for page in kv.pages_of(slot)]
-        assert len(held) == len(set(held)), "a page is held twice"
-        assert len(held) + kv.pool.num_free == kv.num_pages, "a page leaked"
-        assert self.executor.unread_pages() <= set(held), "a page was freed before its step ran"
-        assert len(held) <= self.loop.capacity.committed_pages <= kv.num_pages
+        """No page leaked, or free while a submitted step may use it; what is promised can be had."""
+        kv, capacity = self.loop.kv_cache, self.loop.capacity
+        check_cache(kv)
+        held = {page for page in range(kv.num_pages) if kv.pool.references(page)}
+        assert self.executor.unread_pages() <= held, "a page was freed before its step ran"
+        if not capacity.may_pause:
+            assert kv.uncommitted_pages(capacity.committed_pages) >= 0, "a promise is broken"
 
     def check_idle(self) -> None:
         assert self.loop.kv_cache.pool.num_free == self.executor.num_pages
@@ -255,10 +320,18 @@ def make_rig(
     max_num_tokens: int = 16,
     max_seq_len: int = 64,
     chunk_tokens: int | None = None,
+    capacity_policy: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
+    chunking_policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
+    overlap: bool = True,
+    observer: Observer | None = None,
+    host_pages: int = 0,
+    cache_options: PrefixCacheOptions | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    hash_of: PageHash = page_hash,
     **executor_options: Any,
 ) -> Rig:
     limits = Limits(max_batch_size, max_num_tokens, max_seq_len, tokens_per_page)
-    executor = FakeExecutor(limits, num_pages, **executor_options)
+    executor = FakeExecutor(limits, num_pages, host_pages=host_pages, **executor_options)
     records: list[StepRecord] = []
     loop = EngineLoop(
         executor,
@@ -267,12 +340,26 @@ def make_rig(
             tokens_per_page=tokens_per_page,
             num_slots=max_batch_size,
             max_seq_len=max_seq_len,
+            options=cache_options,
+            host_pages=host_pages,
+            clock=clock,
+            hash_of=hash_of,
         ),
         CapacityScheduler(
-            num_pages=num_pages, tokens_per_page=tokens_per_page, max_batch_size=max_batch_size
+            num_pages=num_pages,
+            tokens_per_page=tokens_per_page,
+            max_batch_size=max_batch_size,
+            policy=capacity_policy,
         ),
-        MicroBatchScheduler(max_num_tokens=max_num_tokens, chunk_tokens=chunk_tokens),
+        MicroBatchScheduler(
+            max_num_tokens=max_num_tokens,
+            chunk_tokens=chunk_tokens,
+            tokens_per_page=tokens_per_page,
+            policy=chunking_policy,
+        ),
+        overlap=overlap,
         on_step=records.append,
+        observer=observer,
     )
     return Rig(executor, loop, records)
 
@@ -285,6 +372,7 @@ def fakes() -> types.SimpleNamespace:
         FakeExecutor=FakeExecutor,
         expected_ids=expected_ids,
         hashed_next_id=hashed_next_id,
+        rarely_ending_id=rarely_ending_id,
         VOCAB=VOCAB,
         EOS=EOS,
     )

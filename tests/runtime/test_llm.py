@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +19,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import tapeout.runtime.llm as llm_module
-from tapeout.plugins.errors import EngineIncompatibleError, UsageError
+from tapeout.plugins.errors import EngineIncompatibleError, TapeoutError, UsageError
 from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM, RequestOutput, SamplingParams
 from tapeout.runtime.engine.manifest import KvCacheLayout, Limits, Manifest, ModelFacts, TokenizerFacts
+from tapeout.runtime.scheduler.policies import ChunkingPolicy
 
 LEVEL = detect_host().level
 VOCAB = 280
@@ -67,6 +70,7 @@ class FakeEngine:
         self.weights: dict[str, Any] = {}
         self.program = SimpleNamespace(arena_bytes=0)
         self.verified = self.closed = False
+        self.weights_digest = "fake"
 
     def text(self, name: str) -> bytes:
         return self.texts[name].encode()
@@ -103,7 +107,9 @@ def make_llm(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterato
         monkeypatch.setattr(llm_module, "open_engine", lambda path, **_: engine)
         monkeypatch.setattr(
             "tapeout.runtime.executors.load_executor",
-            lambda engine, *, num_pages, **_: fakes.FakeExecutor(LIMITS, num_pages, script),
+            lambda engine, *, num_pages, host_pages, **_: fakes.FakeExecutor(
+                LIMITS, num_pages, script, host_pages=host_pages
+            ),
         )
         made.append(LLM("fake.engine", **options))
         return made[-1]
@@ -338,6 +344,11 @@ def test_another_machine_is_refused_before_the_weights_are_read(make_llm: Callab
         ({"threads": 100_000}, "threads = 100000, but this machine has"),
         ({"threads": 10**5000}, "threads = <int too long to print>"),
         ({"chunk_tokens": "x"}, "chunk_tokens = 'x', expected an integer"),
+        ({"capacity_policy": "best"}, "capacity_policy = 'best', expected one of guaranteed_no_evict, max_"),
+        ({"capacity_policy": 5}, "capacity_policy = 5, expected one of"),
+        ({"chunking_policy": "x"}, "chunking_policy = 'x', expected one of first_come_first_served, equal_"),
+        ({"trace": "/no/such/folder/x"}, "trace = '/no/such/folder/x' cannot be written: No such file"),
+        ({"trace": 5.0}, "trace = 5.0 cannot be written: expected the path of a file"),
     ],
 )
 def test_an_option_of_a_wrong_type_is_refused(
@@ -404,3 +415,56 @@ def test_importing_the_runtime_loads_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_policies_pause_and_answers_stay_the_same(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    texts = {"Hi": "z" * 40, "Count": "y" * 40, "A": "x" * 40}
+    trace = tmp_path / "trace.jsonl"
+    llm = make_llm(
+        answers(texts),
+        capacity_policy="MAX-UTILIZATION",
+        chunking_policy=ChunkingPolicy.EQUAL_PROGRESS,
+        max_tokens_in_kv_cache=64,
+        trace=trace,
+    )
+    outputs = llm.generate(list(texts), SamplingParams(temperature=0, max_tokens=45))
+    assert [o.outputs[0].text for o in outputs] == list(texts.values())
+    stats = llm.stats()
+    assert stats.pauses > 0
+    llm.close()
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert events[0]["event"] == "start"
+    assert (events[0]["pages"], events[0]["capacity_policy"]) == (16, "max_utilization")
+    assert sum(len(e.get("paused", ())) for e in events) == stats.pauses
+    assert [e["id"] for e in events if e["event"] == "finished"] == ["0", "1", "2"]
+
+
+def test_priorities_of_a_call(make_llm: Callable[..., LLM]) -> None:
+    records: list[Any] = []
+    llm = make_llm(answers(TABLE), max_batch_size=1, on_step=records.append)
+    llm.generate(["Hi", "Count", "A"], GREEDY, priority=[0, 0, 3])
+    assert [a.request_id for r in records for a in r.admitted] == ["2", "0", "1"]
+    stream = llm.stream("Hi", GREEDY)
+    llm.chat([{"role": "user", "content": "Hi"}], GREEDY, priority=1)
+    assert "".join(d.outputs[0].text for d in stream) == TABLE["Hi"]
+    for bad, expected in (
+        ([1], "1 priorities for 2 prompts"),
+        ("5", "priority = '5', expected an integer from -1,000,000"),
+        (True, "priority = True, expected"),
+        (10**6 + 1, "priority = 1000001, expected"),
+    ):
+        with pytest.raises(UsageError, match=expected):
+            llm.generate(["Hi", "A"], GREEDY, priority=bad)
+
+
+def test_a_trace_that_cannot_be_written_disturbs_nobody(
+    make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_llm(answers(TABLE), trace="/dev/full")
+    # More lines than a buffer holds.
+    outputs = llm.generate(["Count"] * 60, GREEDY)
+    assert {o.outputs[0].text for o in outputs} == {"one two three"}
+    with pytest.raises(TapeoutError, match="the trace '/dev/full' is not complete: No space left"):
+        llm.close()
+    assert sum("cannot be written" in r.getMessage() for r in caplog.records) == 1
+    llm.close()

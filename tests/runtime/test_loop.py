@@ -169,7 +169,7 @@ def test_requests_join_and_leave_while_others_run(fakes: SimpleNamespace) -> Non
     assert [len(s.token_ids) for s in (long, short, late)] == [12, 3, 3]
     in_company = [r for r in rig.records if {s.request_id for s in r.plan.scheduled} >= {"r0", "r2"}]
     assert in_company, "the late request must run beside the long one"
-    assert rig.records[0].waiting.reason() == "waiting: all 2 slots (max_batch_size) are taken"
+    assert rig.records[0].held.reason() == "waiting: max_batch_size is reached, all 2 slots are taken"
 
 
 @pytest.mark.parametrize("where", ["fail_steps", "refuse_steps"])
@@ -222,7 +222,7 @@ def test_a_small_request_is_not_starved_by_large_ones(fakes: SimpleNamespace) ->
     small = rig.add([3], 2, eos=frozenset())
     rig.run()
     assert len(small.token_ids) == 2
-    assert "worst case 7 pages, 1 uncommitted" in rig.records[0].waiting.reason()
+    assert "worst case 7 pages, 1 uncommitted" in rig.records[0].held.reason()
     assert any("waiting" in line for line in rig.records[0].explain())
 
 

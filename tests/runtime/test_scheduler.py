@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -13,8 +13,12 @@ from tapeout.plugins.errors import CapacityError, UsageError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_budget import plan_kv_pool
+from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.scheduler.capacity import CapacityScheduler
-from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler, Reason
+from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
+from tapeout.runtime.scheduler.plan import Reason
+from tapeout.runtime.scheduler.policies import CapacityPolicy
+from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.request import Request, RequestTimes
 from tapeout.runtime.scheduler.running import Running
 
@@ -58,39 +62,157 @@ def running_of(*members: Member) -> Running:
 # ---- capacity -----------------------------------------------------------------------------
 
 
+def queue_of(requests: Iterable[Request]) -> WaitingQueue:
+    queue = WaitingQueue()
+    for number, made in enumerate(requests):
+        made.rank = (0, number)
+        queue.add(made)
+    return queue
+
+
+def cache(num_pages: int, tokens_per_page: int = 4) -> KvCache:
+    return KvCache(num_pages=num_pages, tokens_per_page=tokens_per_page, num_slots=8, max_seq_len=100)
+
+
 def test_admits_while_the_worst_case_fits() -> None:
     scheduler = CapacityScheduler(num_pages=10, tokens_per_page=4, max_batch_size=8)
-    queue = [request("a", 10, 6), request("b", 10, 7), request("c", 1, 1), request("d", 1, 1)]
-    admitted, waiting = scheduler.admit(queue)
+    queue = queue_of([request("a", 10, 6), request("b", 10, 7), request("c", 1, 1), request("d", 1, 1)])
+    running, kv_cache = running_of(), cache(10)
+    admitted, held = scheduler.admit(queue, running, kv_cache)
     # a: 16 tokens = 4 pages, b: 17 = 5, c: 2 = 1; d finds none left
     assert [(r.request_id, a.pages) for r, a in admitted] == [("a", 4), ("b", 5), ("c", 1)]
-    assert waiting is not None
-    assert waiting.reason() == "waiting: worst case 1 pages, 0 uncommitted"
+    assert held is not None
+    assert held.reason() == "waiting: worst case 1 pages, 0 uncommitted"
     scheduler.release(admitted[0][0])
     assert scheduler.committed_pages == 6
-    assert [r.request_id for r, _ in scheduler.admit(queue[3:])[0]] == ["d"]
+    assert [r.request_id for r, _ in scheduler.admit(queue, running, kv_cache)[0]] == ["d"]
 
 
-def test_the_head_is_not_overtaken() -> None:
-    scheduler = CapacityScheduler(num_pages=4, tokens_per_page=4, max_batch_size=8)
-    admitted, waiting = scheduler.admit([request("big", 13, 8), request("small", 1, 1)])
+@pytest.mark.parametrize("policy", CapacityPolicy)
+def test_the_head_is_not_overtaken(policy: CapacityPolicy) -> None:
+    scheduler = CapacityScheduler(num_pages=6, tokens_per_page=4, max_batch_size=8, policy=policy)
+    queue = queue_of([request("first", 8, 8), request("big", 13, 8), request("small", 1, 1)])
+    kv_cache = cache(6)
+    admitted, held = scheduler.admit(queue, running_of(), kv_cache)
+    assert [r.request_id for r, _ in admitted] == ["first"]
+    assert held is not None
+    assert held.request_id == "big"
+
+
+def test_max_utilization_admits_on_present_need() -> None:
+    """Context and a page more, beside the same for those that run; never more than the worst case."""
+    scheduler = CapacityScheduler(
+        num_pages=10, tokens_per_page=4, max_batch_size=8, policy=CapacityPolicy.MAX_UTILIZATION
+    )
+    kv_cache = cache(10)
+    queue = queue_of([request("a", 8, 30), request("b", 8, 30), request("c", 8, 2), request("d", 1, 1)])
+    admitted, held = scheduler.admit(queue, running_of(), kv_cache)
+    # a and b: 8 + 4 tokens = 3 pages each; c: never more than 10 tokens = 3; d: 2 tokens = 1
+    assert [(r.request_id, a.pages, a.available_pages) for r, a in admitted] == [
+        ("a", 3, 10),
+        ("b", 3, 7),
+        ("c", 3, 4),
+        ("d", 1, 1),
+    ]
+    assert held is None
+    running = Running(num_slots=8, max_output_tokens=99)
+    for made, _ in admitted:
+        running.add(made)
+    kv_cache.grow(np.array([admitted[0][0].slot]), np.array([8], np.int32))
+    running.cached_tokens[admitted[0][0].slot] = 12  # a page's worth beyond the context by now
+    _, held = scheduler.admit(queue_of([request("e", 1, 1)]), running, kv_cache)
+    assert held is not None
+    # 8 free; a needs 4 pages and holds 2, b and c 3 each, d 1
+    assert held.reason() == (
+        "waiting: present need 1 pages, 0 free beyond the present need of those that run"
+    )
+
+
+def test_a_static_batch_admits_nobody_while_a_slot_is_taken() -> None:
+    scheduler = CapacityScheduler(
+        num_pages=10, tokens_per_page=4, max_batch_size=2, policy=CapacityPolicy.STATIC_BATCH
+    )
+    queue, kv_cache = queue_of([request(name, 4, 4) for name in "abcd"]), cache(10)
+    (first, _), (second, _) = scheduler.admit(queue, running_of(), kv_cache)[0]
+    scheduler.release(first)
+    admitted, held = scheduler.admit(queue, running_of(), kv_cache)
     assert admitted == []
-    assert waiting is not None
-    assert waiting.request_id == "big"
+    assert held is not None
+    assert held.reason() == "waiting: static batch, 1 requests of the batch before still run"
+    scheduler.release(second)
+    assert [r.request_id for r, _ in scheduler.admit(queue, running_of(), kv_cache)[0]] == ["c", "d"]
 
 
-def test_admission_does_not_look_beyond_what_it_admits() -> None:
-    looked_at = 0
+def test_what_never_fits_is_told_with_its_numbers() -> None:
+    scheduler = CapacityScheduler(num_pages=4, tokens_per_page=4, max_batch_size=2)
+    assert scheduler.refusal(request("a", 10, 6)) is None
+    assert scheduler.refusal(request("b", 10, 7)) == (
+        "10 prompt tokens and 7 to generate need 5 KV pages of 4 tokens; the pool has 4"
+    )
 
-    def long_queue() -> Iterator[Request]:
-        nonlocal looked_at
-        for i in range(10_000):
-            looked_at += 1
-            yield request(str(i), 4)
 
-    scheduler = CapacityScheduler(num_pages=100, tokens_per_page=4, max_batch_size=3)
-    scheduler.admit(long_queue())
-    assert looked_at == 4
+@pytest.mark.parametrize("policy", CapacityPolicy)
+def test_admission_does_not_look_beyond_what_it_admits(policy: CapacityPolicy) -> None:
+    """The same operations on the queue whether 10 or 100,000 wait."""
+
+    class CountingQueue(WaitingQueue):
+        calls = 0
+
+        def first(self) -> Request | None:
+            self.calls += 1
+            return super().first()
+
+        def remove(self, request_id: str) -> Request | None:
+            self.calls += 1
+            return super().remove(request_id)
+
+        def __iter__(self) -> Iterator[Request]:
+            raise AssertionError("admission must not walk the queue")
+
+    counts = []
+    for waiting in (10, 100_000):
+        scheduler = CapacityScheduler(num_pages=99, tokens_per_page=4, max_batch_size=3, policy=policy)
+        queue = CountingQueue()
+        for number in range(waiting):
+            made = request(str(number), 4)
+            made.rank = (0, number)
+            queue.add(made)
+        scheduler.admit(queue, running_of(), cache(99))
+        counts.append(queue.calls)
+        assert len(queue) == waiting - 3
+    assert counts == [7, 7]  # three looked at and taken, the fourth looked at
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(-3, 3)),
+            st.tuples(st.sampled_from(["take", "abort"]), st.integers(0, 30)),
+        ),
+        max_size=200,
+    )
+)
+def test_the_queue_gives_the_lowest_rank_whatever_was_taken_out(steps: list[tuple[str, int]]) -> None:
+    queue, model, number = WaitingQueue(), {}, 0
+    for what, value in steps:
+        if what == "add":
+            made = request(str(number), 1)
+            made.rank = (value, number)
+            number += 1
+            queue.add(made)
+            model[made.request_id] = made
+        elif what == "take" and model:
+            first = queue.first()
+            assert first is min(model.values(), key=lambda r: r.rank)
+            assert queue.remove(first.request_id) is first
+            if value % 3:
+                del model[first.request_id]
+            else:
+                queue.add(first)  # as a paused request comes back
+        elif what == "abort":
+            assert queue.remove(str(value)) is model.pop(str(value), None)
+        assert len(queue) == len(model)
+        assert queue.first() is min(model.values(), key=lambda r: r.rank, default=None)
 
 
 # ---- micro-batch --------------------------------------------------------------------------

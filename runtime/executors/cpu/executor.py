@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,14 +14,17 @@ from tapeout.plugins.native import NATIVE_KERNELS
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.sampler import Sampler
 from tapeout.runtime.engine.reader import Engine
+from tapeout.runtime.executors.copy_check import check_copies
+from tapeout.runtime.executors.cpu.page_memory import PageMemory
 from tapeout.runtime.executors.cpu.replay import Replay
 from tapeout.runtime.executors.cpu.step_state import StepWriter, allocate_step_state
 from tapeout.runtime.executors.cpu.weight_store import WeightStore
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
 from tapeout.runtime.executors.step_check import NO_TOKEN, forget_ids
 from tapeout.runtime.host_memory import available_host_bytes
+from tapeout.runtime.kv_cache.pages import PageCopy
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.step import StepInputs, StepResult
+from tapeout.runtime.step import NO_IDS, StepInputs, StepResult
 
 R = TypeVar("R")
 
@@ -39,6 +42,7 @@ class CpuExecutor:
         *,
         num_pages: int,
         threads: int | None,
+        host_pages: int = 0,
         release_weights: bool = False,
         max_buckets: int = 64,
         laps: Laps | None = None,
@@ -46,11 +50,11 @@ class CpuExecutor:
         laps = laps or Laps()
         manifest = engine.manifest
         self.limits = manifest.limits
-        self.num_pages = num_pages
+        self.num_pages, self.host_pages = num_pages, host_pages
         self._engine = engine
         self._vocab_size = manifest.model.vocab_size
         _check_options(num_pages, threads, max_buckets)
-        self._allocate(engine, num_pages)
+        self._allocate(engine, num_pages, host_pages)
         self._writer = StepWriter(self._state, self.limits, self._vocab_size)
         facts = manifest.tokenizer
         self._sampler = Sampler(
@@ -82,8 +86,14 @@ class CpuExecutor:
             self._replay.prepare_weights()
         laps.lap("weights")
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
-        """Bind a slot to a new request. A failure surfaces from the slot's next step."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
+        """Bind a slot to a request. A failure surfaces from the slot's next step."""
         if not 0 <= slot < self.limits.max_batch_size:
             raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
 
@@ -91,7 +101,7 @@ class CpuExecutor:
             self._last_ids[slot] = NO_TOKEN
             self._refused.pop(slot, None)
             try:
-                self._sampler.admit(slot, params, prompt_token_ids)
+                self._sampler.admit(slot, params, prompt_token_ids, output_token_ids)
             except Exception as error:
                 self._refused[slot] = error
 
@@ -100,6 +110,11 @@ class CpuExecutor:
     def submit(self, inputs: StepInputs) -> Future[StepResult]:
         """Queue a step and return at once; `result()` of what is returned waits for it."""
         return self._on_worker(lambda: self._step(inputs))
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """See `tapeout.runtime.kv_cache.pages.PageCopies`; on the worker, between steps."""
+        check_copies(copies, self.num_pages, self.host_pages)
+        self._on_worker(lambda: self._pages.copy(copies))
 
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.
@@ -114,7 +129,7 @@ class CpuExecutor:
             return
         self._closed = True
         self._worker.shutdown(wait=True)
-        for name in ("_replay", "_writer", "_state", "_arena"):
+        for name in ("_replay", "_writer", "_pages", "_state", "_arena"):
             self.__dict__.pop(name, None)
 
     def _step(self, inputs: StepInputs) -> StepResult:
@@ -150,30 +165,32 @@ class CpuExecutor:
 
         return self._worker.submit(run)
 
-    def _allocate(self, engine: Engine, num_pages: int) -> None:
-        lines = _budget(engine, num_pages)
+    def _allocate(self, engine: Engine, num_pages: int, host_pages: int) -> None:
+        lines = _budget(engine, num_pages, host_pages)
         available = available_host_bytes()
         what = f"engine {engine.path.name}"
         check_budget(what, lines, available)
         try:
             self._arena = torch.zeros(engine.program.arena_bytes, dtype=torch.uint8)
             self._state = allocate_step_state(self.limits, engine.manifest.kv_cache, num_pages)
+            self._pages = PageMemory(self._state.kv_pool, host_pages)
         except (RuntimeError, MemoryError):
             raise budget_error(what, lines, available) from None
 
 
-def _budget(engine: Engine, num_pages: int) -> list[BudgetLine]:
+def _budget(engine: Engine, num_pages: int, host_pages: int) -> list[BudgetLine]:
     manifest = engine.manifest
     tokens = manifest.limits.tokens_per_page
     weights = sum(w.size_bytes for w in engine.weights.values())
-    kv_bytes = num_pages * manifest.kv_cache.page_bytes(tokens)
+    page_bytes = manifest.kv_cache.page_bytes(tokens)
     arena = engine.program.arena_bytes
     pool = f"kv cache ({num_pages} pages of {tokens} tokens)"
     mapped = "weights (mapped from the file)"
     return [
         BudgetLine(mapped, weights, "build with a smaller --dtype or --quantize", counted=False),
         BudgetLine("arena", arena, "build with a lower --max-num-tokens or --max-batch-size"),
-        BudgetLine(pool, kv_bytes, "give the KV cache fewer tokens or bytes"),
+        BudgetLine(pool, num_pages * page_bytes, "give the KV cache fewer tokens or bytes"),
+        BudgetLine("host tier of the kv cache", host_pages * page_bytes, "lower host_cache_bytes"),
     ]
 
 

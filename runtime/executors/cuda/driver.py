@@ -149,8 +149,15 @@ class Stream:
     def download(self, host: int, device: int, size_bytes: int) -> None:
         check(cu.cuMemcpyDtoHAsync(host, device, size_bytes, self.handle), "copying from the device")
 
+    def copy(self, to: int, source: int, size_bytes: int) -> None:
+        check(cu.cuMemcpyDtoDAsync(to, source, size_bytes, self.handle), "copying on the device")
+
     def zero(self, device: int, size_bytes: int) -> None:
         check(cu.cuMemsetD8Async(device, 0, size_bytes, self.handle), "clearing memory")
+
+    def wait_for(self, event: Event) -> None:
+        """Let what is queued from now on begin after the event; the host does not wait."""
+        check(cu.cuStreamWaitEvent(self.handle, event.handle, 0), "ordering two streams")
 
     def wait(self) -> None:
         check(cu.cuStreamSynchronize(self.handle), "waiting for the device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -18,16 +19,19 @@ from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_gpu, check_sku, not_for
+from tapeout.runtime.executors.copy_check import check_copies
 from tapeout.runtime.executors.cuda.cublaslt import CublasLt, library_for
 from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, PinnedMemory, Stream, open_device
+from tapeout.runtime.executors.cuda.page_memory import PageMemory
 from tapeout.runtime.executors.cuda.replay import Memory, Replay, Sampling, check_table
 from tapeout.runtime.executors.cuda.sampled_ids import Admission, SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
 from tapeout.runtime.executors.cuda.weights import DeviceWeights
 from tapeout.runtime.executors.memory import BudgetLine, budget_error, check_budget
 from tapeout.runtime.executors.step_check import NO_TOKEN, StepChecker, forget_ids
+from tapeout.runtime.kv_cache.pages import PageCopy
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.step import StepHandle, StepInputs, StepResult
+from tapeout.runtime.step import NO_IDS, StepHandle, StepInputs, StepResult
 
 logger = logging.getLogger("tapeout")
 
@@ -99,12 +103,22 @@ class CudaExecutor:
     the same definition. Any thread may call; calls take effect in their order.
     """
 
-    def __init__(self, engine: Engine, *, num_pages: int, device: int = 0, laps: Laps | None = None) -> None:
-        if num_pages < 1:
-            raise UsageError(f"num_pages is {num_pages}, expected at least 1")
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_pages: int,
+        host_pages: int = 0,
+        device: int = 0,
+        laps: Laps | None = None,
+    ) -> None:
+        if num_pages < 1 or host_pages < 0:
+            raise UsageError(
+                f"num_pages is {num_pages} and host_pages {host_pages}, expected at least 1 and 0"
+            )
         manifest = engine.manifest
         self.limits = manifest.limits
-        self.num_pages = num_pages
+        self.num_pages, self.host_pages = num_pages, host_pages
         self._vocab_size = manifest.model.vocab_size
         self._logits_view = engine.program.logits
         batch, facts = self.limits.max_batch_size, manifest.tokenizer
@@ -149,6 +163,10 @@ class CudaExecutor:
             )
             self._logits = stack.enter_context(closing(PinnedMemory(logits_bytes)))
             memory.kv_pool.zero()
+            page_bytes = kv.page_bytes(limits.tokens_per_page)
+            self._pages = stack.enter_context(
+                closing(PageMemory(memory.kv_pool.address, page_bytes, self.host_pages))
+            )
             laps.lap("memory")
             cubins = {name: engine.kernel(name) for name in engine.kernel_names}
             products = None
@@ -159,12 +177,20 @@ class CudaExecutor:
             laps.lap("kernels")
             weights.wait()
             laps.lap("weights")
-        except CapacityError:
+        except CapacityError as error:
+            if error.hint is not None:  # it was not the GPU's memory
+                raise
             raise budget_error(what, lines, free) from None
         self._steps, self._sampled = memory.step, memory.sampling
 
-    def admit(self, slot: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> None:
-        """Bind a slot to a new request's sampling state."""
+    def admit(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray = NO_IDS,
+    ) -> None:
+        """Bind a slot to a request's sampling state."""
         if not 0 <= slot < self.limits.max_batch_size:
             raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
         with self._lock:
@@ -172,12 +198,14 @@ class CudaExecutor:
             self._last_ids[slot] = NO_TOKEN
             on_host = device_unsupported(params) is not None
             if on_host:
-                self._sampler.admit(slot, params, prompt_token_ids)
+                self._sampler.admit(slot, params, prompt_token_ids, output_token_ids)
                 params = SamplingParams(temperature=0)  # what the device samples is not used
             self._on_host[slot], self._full[slot] = on_host, on_host or needs_full(params)
             self._top_logprobs[slot] = _NO_LOGPROBS if params.logprobs is None else params.logprobs
             masked = ending_ids(params, self._eos_token_ids, self._vocab_size)
-            self._sampled.admit(slot, Admission(params, prompt_token_ids, masked), self._stream)
+            self._sampled.admit(
+                slot, Admission(params, prompt_token_ids, output_token_ids, masked), self._stream
+            )
 
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Queue a step: one copy, one graph launch, one copy back; returns at once.
@@ -191,6 +219,14 @@ class CudaExecutor:
             except BaseException:
                 forget_ids(self._last_ids, inputs.row_slots)
                 raise
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """See `tapeout.runtime.kv_cache.pages.PageCopies`."""
+        check_copies(copies, self.num_pages, self.host_pages)
+        with self._lock:
+            self._enter()
+            if copies:
+                self._pages.copy(copies, self._stream)
 
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.

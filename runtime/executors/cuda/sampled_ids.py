@@ -23,10 +23,12 @@ _TURNS = 4  # results the host may leave unread before a new step has to wait fo
 
 @dataclass(frozen=True)
 class Admission:
-    """What the device has to know of a request: parameters, prompt ids, ids that `min_tokens` masks."""
+    """What the device has to know of a request: parameters, prompt ids, ids sampled before it was paused,
+    ids that `min_tokens` masks."""
 
     params: SamplingParams
     prompt: np.ndarray
+    output: np.ndarray
     masked: np.ndarray
 
 
@@ -150,17 +152,24 @@ class SampledIds:
         return turn.step
 
     def admit(self, slot: int, request: Admission, stream: Stream) -> None:
-        """Give a slot to a request, in stream order; nothing waits.
+        """Give a slot to a request, in stream order; nothing waits, but for one with penalties that was
+        paused, whose counts are too much to keep pinned for every slot.
 
         Pinned rows are written again only when another request takes the slot: by then the copy is
         over, or the first request never runs.
         """
         if request.params.has_penalties:
             self._upload_bits(2 * slot, request.prompt, stream)
-            stream.zero(self._counts.address + slot * self._counts_bytes, self._counts_bytes)
+            counts = self._counts.address + slot * self._counts_bytes
+            if len(request.output):
+                row = np.bincount(request.output, minlength=counts_row(self._vocab_size)).astype(np.int32)
+                stream.upload(counts, row.ctypes.data, self._counts_bytes)
+                stream.wait()  # `row` is not pinned
+            else:
+                stream.zero(counts, self._counts_bytes)
         if request.params.min_tokens:
             self._upload_bits(2 * slot + 1, request.masked, stream)
-        words = state_words(request.params).view(np.uint8)
+        words = state_words(request.params, len(request.output)).view(np.uint8)
         self._upload(self._parameters, self._host_parameters, _PARAMETER_BYTES * slot, words, stream)
 
     def _upload_bits(self, row: int, ids: np.ndarray, stream: Stream) -> None:

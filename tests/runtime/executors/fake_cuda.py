@@ -52,6 +52,7 @@ class FakeCuda:
         self.fail: set[str] = set()  # calls that report an error
         self.contextless_calls: list[str] = []
         self.capture_mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # of the one thread
+        self.stream_waits: list[tuple[int, int]] = []  # (stream that waits, event)
         self._current = threading.local()
         self._blocks: dict[int, Any] = {}
         self._handles = itertools.count(1)
@@ -160,6 +161,10 @@ class FakeCuda:
         ctypes.memmove(host, device, size_bytes)
         return self._done("cuMemcpyDtoHAsync")
 
+    def cuMemcpyDtoDAsync(self, to: int, source: int, size_bytes: int, stream: int) -> tuple[Any, ...]:
+        ctypes.memmove(to, source, size_bytes)
+        return self._done("cuMemcpyDtoDAsync")
+
     # ---- streams, events, modules -----------------------------------------------------------
 
     def _made(self, call: str, kind: str) -> tuple[Any, ...]:
@@ -188,6 +193,10 @@ class FakeCuda:
 
     def cuEventRecord(self, event: int, stream: int) -> tuple[Any, ...]:
         return self._done("cuEventRecord")
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[Any, ...]:
+        self.stream_waits.append((stream, event))
+        return self._done("cuStreamWaitEvent")
 
     def cuEventSynchronize(self, event: int) -> tuple[Any, ...]:
         return self._done("cuEventSynchronize")

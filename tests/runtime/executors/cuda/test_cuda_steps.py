@@ -159,6 +159,22 @@ def test_the_device_is_told_what_sampling_needs(
         assert bytes_at("sample_state", 64 * slot, 64) == state_words(request).tobytes()
 
 
+def test_a_paused_request_goes_on_with_its_counts(executor: CudaExecutor) -> None:
+    """What it sampled before is output for penalties and `min_tokens`, in whatever slot it goes on."""
+    addresses, counts = executor._sampled.addresses(), counts_row(VOCAB)
+    ctypes.memset(addresses["output_counts"], 0xAA, 4 * 4 * counts)
+    prompt, output = np.array([7, 299, 7], np.int32), np.array([5, 11, 5, 5], np.int32)
+    request = replace(PENALIZED, min_tokens=6)
+    executor.admit(2, request, prompt, output)
+    row = np.frombuffer(ctypes.string_at(addresses["output_counts"] + 8 * counts, 4 * counts), np.int32)
+    assert {int(i): int(row[i]) for i in np.flatnonzero(row)} == {5: 3, 11: 1}
+    state = ctypes.string_at(addresses["sample_state"] + 2 * 64, 64)
+    assert state == state_words(request, 4).tobytes()
+    assert np.frombuffer(state, np.int32)[14] == 4
+    bits = 4 * bits_row(VOCAB)
+    assert ctypes.string_at(addresses["sample_bits"] + 4 * bits, bits) == id_bits(prompt, VOCAB).tobytes()
+
+
 def test_only_steps_that_need_it_run_the_full_kernels(
     executor: CudaExecutor, engine: Engine, step: Step, cuda: FakeCuda
 ) -> None:

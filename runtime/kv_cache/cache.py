@@ -1,0 +1,373 @@
+"""The KV cache: which pages every slot holds, and what it takes from and leaves to the prefix cache.
+
+Only bookkeeping: the memory itself belongs to the executor. Page ids are indices into its pool.
+Misuse raises RuntimeError, because it is a fault of the runtime and never of a request.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from tapeout.plugins.errors import UsageError
+from tapeout.runtime.kv_cache.events import EventBuffer
+from tapeout.runtime.kv_cache.options import PrefixCacheOptions
+from tapeout.runtime.kv_cache.pages import PageCopy, pages_for
+from tapeout.runtime.kv_cache.pool import PagePool
+from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
+from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, RadixTree, page_hash
+from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
+from tapeout.runtime.kv_cache.tables import PageTables
+from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PinnedPrefix, SlotState
+
+#: `token_ids(start, end)`: int32 ids of a request, prompt and output, at these positions.
+TokenIds = Callable[[int, int], np.ndarray]
+
+
+class KvCache:
+    """Page tables of all slots over one pool, and the prefix cache.
+
+    Args:
+        num_pages, tokens_per_page: the pool.
+        num_slots: requests that can hold pages at a time.
+        max_seq_len: longest sequence in tokens, which bounds a table's width.
+        options: of the prefix cache. host_pages: size of its host tier.
+        weights: digest of the weights that compute pages.
+        clock: seconds, monotonic, for retention. hash_of: names pages for others.
+
+    Attributes:
+        tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
+        any_to_store: whether `slots_to_store` has any.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        tokens_per_page: int,
+        num_slots: int,
+        max_seq_len: int,
+        options: PrefixCacheOptions | None = None,
+        host_pages: int = 0,
+        weights: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        hash_of: PageHash = page_hash,
+    ) -> None:
+        self.options = options or PrefixCacheOptions()
+        self.tokens_per_page = tokens_per_page
+        self.pool = PagePool(num_pages)
+        self.events = EventBuffer(self.options.event_buffer_max_size)
+        self._pages = PageTables(
+            tokens_per_page=tokens_per_page, num_slots=num_slots, max_seq_len=max_seq_len
+        )
+        self.tables = self._pages.tables
+        self._cache = PrefixCache(
+            self.pool,
+            RadixTree(tokens_per_page, hash_of),
+            host_pages=host_pages,
+            events=self.events,
+            clock=clock,
+        )
+        self._weights = weights
+        self._slots: list[SlotState | None] = [None] * num_slots
+        self._to_store = np.zeros(num_slots, bool)  # slots that have got pages since `store`
+        self.any_to_store = False
+        self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
+        self._last_read = -1
+        self._pins: set[PinnedPrefix] = set()
+        self._refused: tuple[np.ndarray, Namespace, int, AdmissionPages] | None = None
+        self._found: Counter[str] = Counter()
+
+    # ---- size -------------------------------------------------------------------------------
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that requests can still get; cached pages nobody holds are among them."""
+        return self.pool.num_free
+
+    def returning_pages(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages that come back when a slot and all those after it in `slots` are freed.
+
+        A page that several of them share is counted for the first of them, one that others hold for none:
+        the sum over the last slots is what freeing just those gives.
+        """
+        returning: np.ndarray = self._pages.num_used[slots].copy()
+        if not self.options.enable_prefix_reuse:
+            return returning
+        shared = np.array([self._num_shared(slot) for slot in slots.tolist()], np.int32)
+        if shared.any():
+            rows = np.repeat(np.arange(len(slots)), shared)
+            pages = np.concatenate(
+                [self.tables[slot, :n] for slot, n in zip(slots.tolist(), shared.tolist(), strict=True)]
+            )
+            found, first, owners = np.unique(pages, return_index=True, return_counts=True)
+            all_of_them = owners == [self.pool.references(page) for page in found.tolist()]
+            returning -= shared
+            np.add.at(returning, rows[first[all_of_them]], 1)
+        return returning
+
+    def _num_shared(self, slot: int) -> int:
+        """Pages of the slot that others hold, too: whoever holds a page holds those before it."""
+        pages = self._pages.pages_of(slot)
+        return bisect_left(pages, True, key=lambda page: self.pool.references(page) == 1)
+
+    @property
+    def retired_pages(self) -> int:
+        """Pages that stand in no table any more and come back once a step has been read."""
+        return len(self._retired)
+
+    def missing_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages each of the slots lacks to hold its `num_tokens` tokens."""
+        return np.maximum(-(-num_tokens // self.tokens_per_page) - self._pages.num_used[slots], 0)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return pages_for(num_tokens, self.tokens_per_page)
+
+    def pages_of(self, slot: int) -> list[int]:
+        """The slot's pages, in order of the tokens they hold."""
+        return self._pages.pages_of(slot)
+
+    @property
+    def pinned_pages(self) -> int:
+        return len({page for pin in self._pins for page in pin.pages})
+
+    def uncommitted_pages(self, promised_pages: int) -> int:
+        """Pages neither held nor promised, where `promised_pages` is the sum of the worst cases of the
+        requests that hold slots.
+
+        A page several of them share counts once: what they may still come to take is what is promised
+        beyond the pages in their tables.
+        """
+        return self.pool.num_free - (promised_pages - self._pages.total)
+
+    # ---- a request's pages ------------------------------------------------------------------
+
+    def ask(
+        self, token_ids: np.ndarray, user: CacheUser, num_pages: int, available_pages: int
+    ) -> AdmissionPages:
+        """What admitting a request would take that is to come to `num_pages` pages, of `available_pages`.
+
+        A request that waits is asked about every step: as long as nothing has become available, what was
+        said is said again without a search.
+        """
+        namespace = self._namespace(user)
+        if self._refused is not None:
+            asked, its_namespace, its_pages, answer = self._refused
+            if (
+                asked is token_ids
+                and its_namespace == namespace
+                and (its_pages, answer.available) == (num_pages, available_pages)
+            ):
+                return answer
+        match = PrefixMatch()
+        if self.options.enable_prefix_reuse:
+            # One token is always computed: its logits give the first output token.
+            match = self._cache.match(
+                namespace, token_ids, len(token_ids) - 1, partial=self.options.enable_partial_reuse
+            )
+        needed = num_pages - len(match.path) + self._cache.unheld(match.path)
+        answer = AdmissionPages(needed, available_pages, match)
+        self._refused = None if answer.fits else (token_ids, namespace, num_pages, answer)
+        return answer
+
+    def attach(
+        self,
+        slot: int,
+        token_ids: np.ndarray,
+        user: CacheUser,
+        match: PrefixMatch,
+        prompt_tokens: int | None = None,
+    ) -> RequestCacheStats:
+        """Give a slot that has no pages to a request, with the pages `ask` found for it just before.
+
+        `prompt_tokens` of the ids are the prompt, None = all; others it generated before it was paused.
+        The first `cached_tokens` of its ids are in the cache once `take_copies` have been carried out.
+        """
+        onboarded = self._cache.hold(match.path)
+        pages = [node.page for node in match.path]
+        full_pages, tokens = (len(token_ids) - 1) // self.tokens_per_page, len(pages) * self.tokens_per_page
+        copied = 0
+        if match.partial is not None:
+            on_host = not match.partial.node.on_device
+            page = self._cache.copy(match.partial.node)
+            if page is not None:
+                pages.append(page)
+                tokens += match.partial.num_tokens
+                copied, onboarded = 1, onboarded + on_host
+        self._pages.begin(slot, pages)
+        prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
+        self._slots[slot] = state = SlotState(self._namespace(user), user, prompt_tokens, list(match.path))
+        for i, node in enumerate(match.path):
+            self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
+        stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
+        found = self._found
+        found["requests"] += 1
+        found["prompt_tokens"] += len(token_ids)
+        found["cached_tokens"] += tokens
+        found["hit_pages"] += stats.hit_pages
+        found["missed_pages"] += stats.missed_pages
+        found["reused_pages"] += stats.reused_pages
+        found["partial_copies"] += copied
+        return stats
+
+    def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Give each of the slots the pages it still lacks to hold its `num_tokens` tokens.
+
+        Slots are different ones; when the pages do not suffice for all, none gets any.
+        """
+        grown = self._pages.grow(slots, num_tokens, self._cache.allocate)
+        # A page is full, at the latest, when the next one is wanted.
+        if grown is not None and self.options.enable_prefix_reuse:
+            self._to_store[grown] = True
+            self.any_to_store = True
+
+    def slots_to_store(self, ready: np.ndarray) -> list[int]:
+        """Those of the slots that are `ready` (bool [num_slots]) that have got pages since this was asked
+        last, so that `store` may find full ones."""
+        slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
+        self._to_store[slots] = False
+        self.any_to_store = bool(self._to_store.any())
+        return slots
+
+    def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
+        """Leave the slot's full pages to the prefix cache, as far as its first `num_tokens` tokens go.
+
+        Their K and V have been computed by steps that were read, and a later row of the request
+        had finite logits.
+
+        Args:
+            in_use_until: last submitted step that has the slot's page table as it is now.
+        """
+        state = self._slots[slot]
+        if state is None or not state.may_store or not self.options.enable_prefix_reuse:
+            return
+        path, size = state.path, self.tokens_per_page
+        first, end = len(path), num_tokens // size
+        if first >= end:
+            return
+        ids = np.ascontiguousarray(token_ids(first * size, end * size), np.int32)
+        data, page_bytes = ids.tobytes(), ids.itemsize * size
+        parent = path[-1] if path else self._cache.tree.root(state.namespace)
+        for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):
+            start = (i - first) * page_bytes
+            key = data[start : start + page_bytes]
+            parent, is_own = self._cache.store(parent, key, page, state.retention_of(i * size))
+            path.append(parent)
+            if is_own:
+                state.own.append(parent)
+            else:
+                self.tables[slot, i] = parent.page
+                self._retire(in_use_until, page)
+
+    def free(self, slot: int, *, failed: bool = False) -> None:
+        """Give back all pages of the slot. Pages left to the prefix cache stay there, unless the request
+        `failed`: then those that came from it go, as far as no other request uses them."""
+        # Last page first, so that the next request gets them in the same order again.
+        self._cache.release(self._pages.clear(slot)[::-1])
+        state, self._slots[slot] = self._slots[slot], None
+        self._to_store[slot] = False
+        if failed and state is not None:
+            self._cache.forget(state.own)
+
+    # ---- steps and copies -------------------------------------------------------------------
+
+    def step_read(self, step: int) -> None:
+        """All steps up to this one have been read."""
+        self._last_read = step
+        if self._retired:
+            self._cache.release([page for until, page in self._retired if until <= step])
+            self._retired = [entry for entry in self._retired if entry[0] > step]
+
+    def _retire(self, in_use_until: int, page: int) -> None:
+        """Let go of a page that stands in no table any more, once no step uses it."""
+        if in_use_until > self._last_read:
+            self._retired.append((in_use_until, page))
+        else:
+            self._cache.release([page])
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._cache.copies)
+
+    def take_copies(self) -> list[PageCopy]:
+        """Page copies since the last call; the executor gets them before the next step."""
+        copies, self._cache.copies = self._cache.copies, []
+        return copies
+
+    # ---- for users --------------------------------------------------------------------------
+
+    def pin(self, token_ids: np.ndarray, user: CacheUser, available_pages: int) -> PinnedPrefix:
+        """Keep the full pages of a prefix that is cached, on the device, until `unpin`.
+
+        `available_pages` may be taken from those that run.
+
+        Raises:
+            UsageError: it is not cached as a whole, or requests would lack the pages.
+        """
+        size = self.tokens_per_page
+        num_tokens = len(token_ids) // size * size
+        path = self._cache.match(self._namespace(user), token_ids, num_tokens, partial=False).path
+        if not path or len(path) * size < num_tokens:
+            raise UsageError(
+                f"{len(path) * size} of the prefix's {len(token_ids)} tokens are cached, "
+                f"expected {num_tokens} and at least one page of {size}",
+                hint="run the prefix as a prompt first, or make it longer",
+            )
+        needed, available = self._cache.unheld(path), max(available_pages, 0)
+        pinned = len({p for pin in self._pins for p in pin.pages} | {n.page for n in path})
+        largest = min(self.tables.shape[1], self.num_pages)
+        if needed > available or pinned + largest > self.num_pages:
+            raise UsageError(
+                f"pinning {len(path)} pages ({pinned} in all) leaves too few of the pool's {self.num_pages}: "
+                f"the longest request takes {largest}, and {available} are not promised to running ones",
+                hint="give the KV cache more memory, pin less, or use a retention priority of 100 instead",
+            )
+        self._cache.hold(path)
+        pin = PinnedPrefix(num_tokens, tuple(path), tuple(n.page for n in path))
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: PinnedPrefix) -> None:
+        """Let go of a pinned prefix; nothing happens when it was, or was cleared."""
+        if pin in self._pins:
+            self._pins.remove(pin)
+            self._cache.release(pin.pages[::-1])
+
+    def clear(self, *, salt: str | None = None, adapter: str | None = None) -> int:
+        """Forget cached pages, of a salt or adapter or all of them; returns how many.
+
+        Running requests keep theirs, and leave none of them to the cache. Pins end.
+        """
+
+        def wanted(namespace: Namespace) -> bool:
+            return (salt is None or namespace.salt == salt) and (
+                adapter is None or namespace.adapter == adapter
+            )
+
+        for state in self._slots:
+            if state is not None and wanted(state.namespace):
+                state.may_store, state.path, state.own = False, [], []
+        removed = self._cache.clear(wanted)
+        for pin in [p for p in self._pins if p.path[0].removed]:
+            self.unpin(pin)
+        self._refused = None
+        return removed
+
+    def set_weights(self, digest: str) -> None:
+        """Pages are computed by other weights from now on: nothing of before is served again."""
+        self.clear()
+        self._weights = digest
+
+    def stats(self) -> CacheStats:
+        return CacheStats(**self._found, **self._cache.counts(), pinned_pages=self.pinned_pages)
+
+    def _namespace(self, user: CacheUser) -> Namespace:
+        return Namespace(self._weights, user.adapter, user.salt)

@@ -1,0 +1,94 @@
+"""Who holds which page of the device's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PagePool:
+    """Free list and reference counts of `num_pages` pages.
+
+    A page is held by as many owners as its count says (page tables of requests, pins). With count 0
+    it is free, or idle when the prefix cache keeps it: an idle page holds something that may be wanted
+    again and is given up (`drop`) when nothing else is left. The page freed last is handed out first,
+    so that a small load stays in a few warm pages and a run is reproducible.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+        self._kept = bytearray(num_pages)  # 1: the prefix cache knows what it holds
+        self._num_idle = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds: what requests can still get, idle ones included."""
+        return len(self._free) + self._num_idle
+
+    @property
+    def num_blank(self) -> int:
+        """Pages that can be handed out as they are."""
+        return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that only the prefix cache keeps."""
+        return self._num_idle
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def is_kept(self, page: int) -> bool:
+        return bool(self._kept[page])
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blank pages, each with one reference."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} free")
+        first = len(self._free) - count
+        pages = self._free[first:]
+        pages.reverse()
+        del self._free[first:]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def retain(self, page: int) -> bool:
+        """One more owner of a page that is held or kept; True when it was idle until now."""
+        if self._references[page] == 0:
+            if not self._kept[page]:
+                raise RuntimeError(f"page {page} is free and cannot be shared")
+            self._num_idle -= 1
+        self._references[page] += 1
+        return self._references[page] == 1
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """One owner less of each page; returns those that are idle now."""
+        idle = []
+        for page in pages:
+            if self._references[page] == 0:
+                raise RuntimeError(f"page {page} released more often than held")
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if self._kept[page]:
+                    self._num_idle += 1
+                    idle.append(page)
+                else:
+                    self._free.append(page)
+        return idle
+
+    def keep(self, page: int) -> None:
+        """The prefix cache knows what a page that is held holds."""
+        if self._kept[page] or self._references[page] == 0:
+            raise RuntimeError(f"page {page} is free or kept already")
+        self._kept[page] = 1
+
+    def drop(self, page: int) -> None:
+        """The prefix cache forgets a page; it is free now, or when its last owner leaves."""
+        if not self._kept[page]:
+            raise RuntimeError(f"page {page} is not kept")
+        self._kept[page] = 0
+        if self._references[page] == 0:
+            self._num_idle -= 1
+            self._free.append(page)

@@ -1,0 +1,228 @@
+"""The radix tree over full pages: which sequences of token ids have their K and V in some page.
+
+A node is one full page. Its key under its parent is the page's token ids themselves, as bytes: a
+dictionary may hash them to find a candidate but compares them before it answers, so two pages whose
+hashes are equal are never taken for each other. What a page holds depends on all ids before it and on
+the namespace, hence the path from the namespace's root. The 64-bit hash of a node is a name for others
+(see events.py) and is never used to find one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from tapeout.runtime.kv_cache.pages import NO_PAGE
+from tapeout.runtime.kv_cache.retention import DEFAULT_PRIORITY
+
+#: Type of the keys. A test puts one in its place whose hashes are all equal.
+PageKey: type[bytes] = bytes
+PageHash = Callable[[bytes, int], int]  # token ids as bytes, the parent's hash -> hash
+
+_ID_BYTES = 4
+
+
+class Namespace(NamedTuple):
+    """What must be equal beside token ids for a page to be reused.
+
+    adapter: name of the adapter the request runs with, None without one. salt: the user's cache_salt.
+    weights: digest of the weights that computed the page.
+    """
+
+    weights: str = ""
+    adapter: str | None = None
+    salt: str | None = None
+
+
+class PageNode:
+    """A full page in the tree, or the root of a namespace.
+
+    Written out and not a dataclass, with what leaves do not have made on demand: pages come by the
+    million, and every container of each would be work for the garbage collector.
+
+    Attributes:
+        key: its token ids as int32 bytes.
+        page, host_page: where its contents are: on the device, or on the host. Both NO_PAGE: removed.
+        priority, seconds: retention. expires_at: when the priority lapses, None = never or in use.
+        last_used: counts up with every use; smaller is older.
+        device_children: children on the device: with any of them it cannot leave the device.
+        stamp: changes with every place in an eviction queue, so that entries of old places are known.
+        children: by key. sorted_keys: theirs, in the order of bytes.
+    """
+
+    __slots__ = (
+        "_hash", "children", "device_children", "expires_at", "host_page", "key", "last_used", "page",
+        "parent", "priority", "seconds", "sorted_keys", "stamp",
+    )  # fmt: skip
+
+    def __init__(self, key: bytes, parent: PageNode | None, page: int = NO_PAGE) -> None:
+        self.key, self.parent, self.page = key, parent, page
+        self.host_page = NO_PAGE
+        self.priority = DEFAULT_PRIORITY
+        self.seconds: float | None = None
+        self.expires_at: float | None = None
+        self.last_used = self.device_children = self.stamp = 0
+        self.children: dict[bytes, PageNode] = _NO_CHILDREN
+        self.sorted_keys: list[bytes] = _NO_KEYS
+        self._hash: int | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(np.frombuffer(self.key, np.int32).tolist())
+
+    @property
+    def on_device(self) -> bool:
+        return self.page != NO_PAGE
+
+    @property
+    def removed(self) -> bool:
+        return self.page == NO_PAGE and self.host_page == NO_PAGE and self.parent is not None
+
+    def hash_by(self, hash_of: PageHash) -> int:
+        """Its name for others; see the module."""
+        if self._hash is None:
+            nodes = [self]
+            while nodes[-1]._hash is None and (above := nodes[-1].parent) is not None:
+                nodes.append(above)
+            for node in reversed(nodes):
+                if node._hash is None:
+                    node._hash = hash_of(node.key, 0 if node.parent is None else node.parent._hash or 0)
+        assert self._hash is not None
+        return self._hash
+
+
+# Of nodes without children; nobody writes to them.
+_NO_CHILDREN: dict[bytes, PageNode] = {}
+_NO_KEYS: list[bytes] = []
+
+
+class PartialMatch(NamedTuple):
+    """A page whose first `num_tokens` ids are those wanted."""
+
+    node: PageNode
+    num_tokens: int
+
+
+def page_hash(key: bytes, parent_hash: int) -> int:
+    """XXH3-64 of the page's int32 ids, seeded with the parent's hash."""
+    return xxhash.xxh3_64_intdigest(key, parent_hash)
+
+
+class RadixTree:
+    """Nodes by namespace and token ids. Knows nothing of pools, references or eviction."""
+
+    def __init__(self, tokens_per_page: int, hash_of: PageHash = page_hash) -> None:
+        self._page_bytes = tokens_per_page * _ID_BYTES
+        self.hash_of = hash_of
+        self._roots: dict[Namespace, PageNode] = {}
+        self._namespaces: dict[PageNode, Namespace] = {}  # of roots
+        self.num_nodes = 0
+
+    def root(self, namespace: Namespace) -> PageNode:
+        """The root of a namespace; made when it is new."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = PageNode(repr(tuple(namespace)).encode(), None)
+            self._roots[namespace], self._namespaces[root] = root, namespace
+        return root
+
+    def find(self, namespace: Namespace, token_ids: np.ndarray, max_tokens: int) -> list[PageNode]:
+        """The longest path of full pages that hold the first ids, at most `max_tokens` of them.
+
+        token_ids: int32 [n].
+        """
+        path: list[PageNode] = []
+        node = self._roots.get(namespace)
+        if node is None:
+            return path
+        data, step = _as_bytes(token_ids), self._page_bytes
+        for start in range(0, max_tokens * _ID_BYTES // step * step, step):
+            node = node.children.get(PageKey(data[start : start + step]))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def find_partial(
+        self, namespace: Namespace, path: list[PageNode], token_ids: np.ndarray, max_tokens: int
+    ) -> PartialMatch | None:
+        """Below `path`, the page that shares most first ids with what follows; None when none shares any."""
+        parent = path[-1] if path else self._roots.get(namespace)
+        if parent is None or not parent.sorted_keys:
+            return None
+        size = self._page_bytes // _ID_BYTES
+        wanted = _as_bytes(token_ids[len(path) * size : min((len(path) + 1) * size, max_tokens)])
+        # In the order of bytes, what shares the longest beginning with a key stands next to its place.
+        place = bisect.bisect_left(parent.sorted_keys, wanted)
+        best, shared = None, 0
+        for key in parent.sorted_keys[max(place - 1, 0) : place + 1]:
+            common = _shared_ids(key, wanted)
+            if common > shared:
+                best, shared = key, common
+        return None if best is None else PartialMatch(parent.children[best], shared)
+
+    def child(self, parent: PageNode, key: bytes) -> PageNode | None:
+        return parent.children.get(PageKey(key))
+
+    def insert(self, parent: PageNode, key: bytes, page: int) -> PageNode:
+        """A new page on the device; `key` is not among the parent's children."""
+        key = PageKey(key)
+        node = PageNode(key, parent, page)
+        if not parent.children:
+            parent.children, parent.sorted_keys = {key: node}, [key]
+        else:
+            parent.children[key] = node
+            bisect.insort(parent.sorted_keys, key)
+        parent.device_children += 1
+        self.num_nodes += 1
+        return node
+
+    def remove(self, node: PageNode) -> None:
+        """Take a leaf out; the caller has given up its pages."""
+        parent = node.parent
+        assert parent is not None, "a root is not removed"
+        assert not node.children, "a page with pages behind it cannot go"
+        del parent.children[node.key]
+        del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
+        self.num_nodes -= 1
+        if parent.parent is None and not parent.children and parent in self._namespaces:
+            # An empty root goes, so that salts that come and go leave nothing.
+            del self._roots[self._namespaces.pop(parent)]
+
+    def take_out(self, wanted: Callable[[Namespace], bool]) -> Iterator[PageNode]:
+        """Remove whole namespaces; yields their nodes, children before parents."""
+        for namespace in [n for n in self._roots if wanted(n)]:
+            root = self._roots.pop(namespace)
+            del self._namespaces[root]
+            order = [root]
+            for node in order:
+                order.extend(node.children.values())
+            for node in reversed(order[1:]):
+                node.children, node.sorted_keys, node.device_children = _NO_CHILDREN, _NO_KEYS, 0
+                self.num_nodes -= 1
+                yield node
+
+    def nodes(self) -> Iterator[PageNode]:
+        """All pages, parents before children."""
+        order = list(self._roots.values())
+        for node in order:
+            order.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+
+def _shared_ids(key: bytes, wanted: bytes) -> int:
+    """How many ids two pages, of which the second may be shorter, begin with in common."""
+    # As numbers, the first byte is the lowest: the lowest bit that differs tells where they part.
+    differ = int.from_bytes(key[: len(wanted)], "little") ^ int.from_bytes(wanted, "little")
+    if differ == 0:
+        return len(wanted) // _ID_BYTES
+    return ((differ & -differ).bit_length() - 1) // (8 * _ID_BYTES)
+
+
+def _as_bytes(token_ids: np.ndarray) -> bytes:
+    return np.ascontiguousarray(token_ids, np.int32).tobytes()

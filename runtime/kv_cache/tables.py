@@ -1,0 +1,76 @@
+"""The page table of every slot, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tapeout.runtime.kv_cache.pages import NO_PAGE, pages_for
+
+
+class PageTables:
+    """Struct of arrays, so that a decode step in which no request needs a page costs a comparison.
+
+    Attributes:
+        tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
+        num_used: [num_slots] int32 pages in use. total: their sum; a page in two tables counts twice.
+    """
+
+    def __init__(self, *, tokens_per_page: int, num_slots: int, max_seq_len: int) -> None:
+        self.tokens_per_page = tokens_per_page
+        width = pages_for(max_seq_len, tokens_per_page)
+        self.tables = np.full((num_slots, width), NO_PAGE, dtype=np.int32)
+        self.num_used = np.zeros(num_slots, np.int32)
+        self.total = 0
+        self._held_tokens = np.zeros(num_slots, np.int32)  # what those pages hold
+
+    def pages_of(self, slot: int) -> list[int]:
+        """The slot's pages, in order of the tokens they hold."""
+        used: list[int] = self.tables[slot, : self.num_used[slot]].tolist()
+        return used
+
+    def grow(
+        self, slots: np.ndarray, num_tokens: np.ndarray, allocate: Callable[[int], Sequence[int]]
+    ) -> np.ndarray | None:
+        """Give each of the slots the pages it still lacks to hold its `num_tokens` tokens.
+
+        Slots are different ones; when `allocate` raises, none has got any. Returns the slots that got
+        pages, None when there are none.
+        """
+        short = np.flatnonzero(num_tokens > self._held_tokens[slots])
+        # The usual decode step needs no page or few: nothing is done for the others.
+        if len(short) == 0:
+            return None
+        slots = slots[short]
+        used = self.num_used[slots]
+        needed = -(-num_tokens[short] // self.tokens_per_page)
+        if needed.max() > self.tables.shape[1]:
+            row = int(needed.argmax())
+            raise RuntimeError(
+                f"slot {slots[row]} needs {needed[row]} pages, its table holds {self.tables.shape[1]}"
+            )
+        more = needed - used
+        ends = np.cumsum(more)
+        places = np.arange(ends[-1]) - np.repeat(ends - more - used, more)
+        self.tables[np.repeat(slots, more), places] = allocate(int(ends[-1]))
+        self.num_used[slots] = needed
+        self.total += int(ends[-1])
+        self._held_tokens[slots] = needed * self.tokens_per_page
+        return slots
+
+    def begin(self, slot: int, pages: Sequence[int]) -> None:
+        """The first pages of a slot that has none."""
+        count = len(pages)
+        self.tables[slot, :count] = pages
+        self.num_used[slot] = count
+        self._held_tokens[slot] = count * self.tokens_per_page
+        self.total += count
+
+    def clear(self, slot: int) -> list[int]:
+        """Empty a slot; returns the pages it had."""
+        pages = self.pages_of(slot)
+        self.tables[slot, : len(pages)] = NO_PAGE
+        self.num_used[slot] = self._held_tokens[slot] = 0
+        self.total -= len(pages)
+        return pages
