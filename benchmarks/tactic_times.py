@@ -42,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     report, rows = json.loads(args.report.read_text()), {int(n) for n in args.rows.split(",")}
     record = {
-        "what": "tactics of an engine as timed on the GPU, microseconds a call; `steps`: a few layers in order",
+        "what": "tactics of an engine as timed on the GPU, microseconds a call; steps: a few layers in order",
         "target": report["target"],
         "dtype": report["dtype"],
         "limits": report["limits"],
