@@ -11,7 +11,7 @@ import torch
 
 from tapeout.compiler import parity
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
-from tapeout.model_defs.weights import CONST_PREFIX
+from tapeout.model_defs.weights import CONST_PREFIX, WeightRef
 from tapeout.plugins.registry import OPS
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,9 @@ def test_streamed_weights_give_the_same_logits_as_from_pretrained(
     tensors = tiny.source.checkpoint.tensors
     _, tied = expected_tensors(load_meta_model(tiny.source, "float32", "eager"))
     tokens = np.array([tiny.packed.sequences[0][:11]], dtype=np.int32)
-    streamed = parity._reference_logits(tiny.source, "float32", tokens, 1, lambda n: tensors[tied.get(n, n)])
+    streamed = parity._reference_logits(
+        tiny.source, "float32", tokens, 1, lambda n: WeightRef.of(tensors[tied.get(n, n)]), tokens.shape[1]
+    )
     with torch.no_grad():
         expected = tiny.hf("float32")(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
     assert np.array_equal(streamed, expected)
