@@ -105,12 +105,19 @@ def models() -> ModuleType:
 # ---- SmolLM2 ----------------------------------------------------------------------------------
 
 
+def _fixtures_of(item: pytest.Item) -> set[str]:
+    """Fixtures of a test, also those that its parameters name; `smollm2` is what `smollm2_build` built."""
+    callspec = getattr(item, "callspec", None)
+    named = {v for v in callspec.params.values() if isinstance(v, str)} if callspec else set()
+    return {*getattr(item, "fixturenames", ()), *named, *({"smollm2_build"} if "smollm2" in named else ())}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def smollm2_processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
     """The running builds by name, started only when some collected test needs an engine of them."""
-    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())} & _ENGINES
+    needed = {name for item in request.session.items for name in _fixtures_of(item)} & _ENGINES
     cache = timing_folder(request.config)
     folder = tmp_path_factory.mktemp("smollm2")
     started: dict[str, tuple[subprocess.Popen[str], Path]] = {}
