@@ -15,13 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import cluster, mbarrier, 
 from tapeout.plugins.activation.triton import activate
 from tapeout.plugins.linear.triton_gemm import tile_of
 from tapeout.plugins.triton_aot.overlap import take_turn
-
-
-@gluon.jit
-def advance(slot, phase, RING: gl.constexpr):
-    """The next slot of the ring, and the parity of its barriers."""
-    last = slot == RING - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+from tapeout.plugins.triton_aot.ring import advance, wait
 
 
 @gluon.jit
@@ -40,21 +34,6 @@ def address_of(barriers):
         "=r,r",
         [barriers],
         gl.int32,
-    )
-
-
-@gluon.jit
-def wait(barriers, index, phase):
-    """Wait for a phase of a barrier."""
-    gl.inline_asm(
-        """{
-        .reg .pred done;
-        again:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
-        @!done bra again;
-        }""",
-        "r,r",
-        [barriers + index * 8, phase],
     )
 
 

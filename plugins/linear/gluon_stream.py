@@ -15,13 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tapeout.plugins.linear.epilogue import finish
 from tapeout.plugins.triton_aot.overlap import let_next_start, wait_for_earlier
-
-
-@gluon.jit
-def advance(slot, phase, RING: gl.constexpr):
-    """The next slot of a ring, and the parity of its barrier."""
-    last = slot == RING - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+from tapeout.plugins.triton_aot.ring import advance
 
 
 @gluon.jit

@@ -15,16 +15,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tapeout.plugins.triton_aot.overlap import take_turn
+from tapeout.plugins.triton_aot.ring import advance, wait
 
 #: Consumer warpgroups of a block; the turns below are written for two.
 CONSUMERS: gl.constexpr = gl.constexpr(2)
-
-
-@gluon.jit
-def advance(slot, phase, RING: gl.constexpr):
-    """The next tile of the ring, and the parity of its barriers."""
-    last = slot == RING - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -45,21 +39,6 @@ def release(barriers, index):
         }""",
         "r",
         [barriers + index * 8],
-    )
-
-
-@gluon.jit
-def wait(barriers, index, phase):
-    """Wait for a phase of a barrier."""
-    gl.inline_asm(
-        """{
-        .reg .pred done;
-        again:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
-        @!done bra again;
-        }""",
-        "r,r",
-        [barriers + index * 8, phase],
     )
 
 
