@@ -13,7 +13,7 @@ from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import NATIVE, CudaTarget, KernelSpec, LaunchSpec
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import cuda_tactics
-from tapeout.plugins.sample.cuda import fill_launch, sample_launches
+from tapeout.plugins.sample.cuda import receive_launch, sample_launches
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
 
 LIMITS = Path(__file__).with_name("cuda_limits.json")
@@ -70,7 +70,7 @@ def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
     """Every launch of every tactic for `signatures`, and of sampling."""
     logits = TensorType("bfloat16", ("R", 128256))
     found = [
-        fill_launch(),
+        receive_launch(2048, 64, 8192, 32),
         *(s for full in (False, True) for s in sample_launches(logits, rows, 128000, full=full)),
     ]
     for types in signatures():

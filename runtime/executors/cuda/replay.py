@@ -33,7 +33,7 @@ from tapeout.runtime.executors.cuda.weights import DeviceWeights
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 _KINDS = {
     "input", "output", "weight", "step", "workspace", "input_stride", "output_stride", *_SCALARS, "attr",
-    "layers", "max_pages",
+    "layers", "max_pages", "inbox_words", "outbox_words",
 }  # fmt: skip
 
 
@@ -160,8 +160,9 @@ class Replay:
             cu.cuGraphDestroy(graph)
 
     def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
-        for filling in self._table.fill:
-            self._launch(filling, None, bucket.rows, stream)
+        for receiving in self._table.receive:
+            self._launch(receiving, None, bucket.rows, stream)
+        stream.whole_before_next = True  # later launches read the step's counts ahead of their turns
         for record, count, item in self._launches(bucket):
             self._launch(item, record, count, stream)
         if sampling is not Sampling.NONE:
@@ -218,6 +219,10 @@ class Replay:
             return memory.layers, ctypes.c_int32
         if kind == "max_pages":
             return memory.step.max_pages, ctypes.c_int32
+        if kind == "inbox_words":
+            return memory.step.inbox_words, ctypes.c_int32
+        if kind == "outbox_words":
+            return memory.sampling.outbox_words, ctypes.c_int32
         assert record is not None, f"argument kind {kind} needs a record"
         if kind == "weight":
             present = [name for name in record.weights if name]  # as in the record's signature
