@@ -22,7 +22,7 @@ from tapeout.plugins.triton_aot.tactic import (
 )
 
 _CHUNK, _BLOCK = 4096, 4096
-_INBOX_ROWS, _INBOX_COLUMNS = 16, 64
+_INBOX_ROWS, _INBOX_COLUMNS = 32, 64
 _FULL_BLOCK = 2048  # smaller blocks in place of spilled registers
 _SLOT_OF_ROW = ("row_ids", "row_seqs", "seq_slots")
 _SLOT_STATE = ("sample_state", "sample_bits", "output_counts")

@@ -53,6 +53,10 @@ def signatures() -> tuple[OpSignature, ...]:
                   (act(2048),),
                   tuple(TensorType("bfloat16", (64, 2048, n)) for n in (2048, 1024)),
                   {"activation": "silu", "gated": True, "has_bias": False, "alpha": 0.0, "limit": 0.0}),
+        signature("moe_experts", (act(2880), TensorType("int32", ("T", 4)), TensorType("float32", ("T", 4))),
+                  (act(2880),),
+                  tuple(TensorType("bfloat16", (32, *shape)) for shape in ((5760, 2880), (2880, 2880), (5760,), (2880,))),
+                  {"activation": "swiglu_clamped", "gated": True, "has_bias": True, "alpha": 1.702, "limit": 7.0}),
         signature("rope_table", (ids,), (act(128),), (TensorType("float32", (64,)),),
                   {"scaling": 1.0, "dtype": "bfloat16"}),
         signature("rope", (act(40, 128), act(128)), (act(40, 128),), attrs={"interleaved": False}),
@@ -81,10 +85,10 @@ def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
 
 
 def variants(sm: int) -> dict[str, KernelSpec]:
-    """The first spec of every kernel function, by name; sampling's of both kinds."""
+    """The first spec of every kernel function, by name; of sampling and experts, both kinds."""
     found: dict[str, KernelSpec] = {}
     for spec in (launch.kernel for launch in launches(sm)):
-        kind = ", full" if spec.constants.get("FULL") else ""
+        kind = ", full" if spec.constants.get("FULL") else ", biased" if spec.constants.get("HAS_BIAS") else ""
         found.setdefault(f"{spec.module.removeprefix('tapeout.plugins.')}:{spec.function}{kind}", spec)
     return found
 
