@@ -1,10 +1,10 @@
 """What prefill does at the card's power limit: clocks, watts and times while steps are replayed.
 
-    python benchmarks/power_limit.py --engine FILE [--tokens 8192] [--seconds 6] [--mixed 8192,2048] [--out DIR]
+    python benchmarks/power_limit.py --engine FILE [--tokens 8192] [--seconds 6] [--mixed 8192,2048]
 
-Needs the runtime and nvidia-smi. Writes `power_limit.json`: prompts of `--tokens` tokens, one after the other,
-with the time of each and samples of the card every tenth of a second, first from rest, then as it goes on; and
-the many requests of `peers/workload.json` at every step size of `--mixed`.
+Needs the runtime and nvidia-smi. Writes `power_limit.json`: prompts of `--tokens` tokens, one after the
+other, with the time of each and samples of the card every tenth of a second, first from rest, then as it goes
+on; and the many requests of `peers/workload.json` at every step size of `--mixed`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def samples(watcher: subprocess.Popen[str]) -> list[dict[str, Any]]:
         watts, sm, memory, degrees, capped = (part.strip() for part in line.split(","))
         found.append(
             {
-                "power_w": float(watts), "sm_mhz": int(sm), "memory_mhz": int(memory), "celsius": int(degrees),
-                "power_capped": capped == "Active",
+                "power_w": float(watts), "sm_mhz": int(sm), "memory_mhz": int(memory),
+                "celsius": int(degrees), "power_capped": capped == "Active",
             }
         )  # fmt: skip
     return found
