@@ -94,11 +94,11 @@ def main() -> None:
     with MeasuredLLM(asked.engine) as llm:
         settings = {"tokens": asked.tokens, "seconds": asked.seconds, "mixed": asked.mixed}
         record["conditions"] = conditions(llm.engine, settings)
+        workload = read_workload(WORKLOAD, llm.engine.manifest.model.vocab_size)
         record["prefill"] = prefill(llm, asked.tokens, asked.seconds)
-    workload, record["mixed"] = read_workload(WORKLOAD), []
+    record["mixed"], requests = [], workload_requests(workload, None)
     for tokens in map(int, filter(None, asked.mixed.split(","))):
         with MeasuredLLM(asked.engine, max_num_tokens=tokens) as llm:
-            requests = workload_requests(workload, None)
             figures = measure_throughput(llm, requests, max_concurrency=None, runs=1, warmups=512)
         record["mixed"].append({"max_num_tokens": tokens, "output_throughput": figures["output_throughput"]})
         print(record["mixed"][-1])
