@@ -263,14 +263,17 @@ def plan_cuda(
 
 
 def check_alignment(program: Program) -> None:
-    """Raise UnsupportedError, all offenders listed, for views whose rows do not start on 16 bytes."""
+    """Raise UnsupportedError, all offenders listed, for views whose rows do not start on 16 bytes, or have
+    elements that are not side by side."""
     offsets = {b.name: b.offset_bytes for b in program.buffers}
     problems = []
     for index, record in enumerate(program.records):
         for view in (*record.inputs, *record.outputs):
             start = offsets.get(view.buffer, 0) + view.offset * DTYPES[view.dtype][1]
             # A vector's rows are single elements: kernels load them one by one.
-            if start % 16 or (len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in view.strides[:-1])):
+            rows_apart = len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in view.strides[:-1])
+            spread = view.strides[-1] != 1 and record.op != "copy"
+            if start % 16 or rows_apart or spread:
                 problems.append(
                     f"record {index} ({record.op}): {view.buffer} {view.dtype}{list(view.shape)}, "
                     f"strides {list(view.strides)}, offset {view.offset}"

@@ -55,8 +55,9 @@ def signatures() -> tuple[OpSignature, ...]:
                   {"activation": "silu", "gated": True, "has_bias": False, "alpha": 0.0, "limit": 0.0}),
         signature("moe_experts", (act(2880), TensorType("int32", ("T", 4)), TensorType("float32", ("T", 4))),
                   (act(2880),),
-                  tuple(TensorType("bfloat16", (32, *shape)) for shape in ((5760, 2880), (2880, 2880), (5760,), (2880,))),
-                  {"activation": "swiglu_clamped", "gated": True, "has_bias": True, "alpha": 1.702, "limit": 7.0}),
+                  tuple(TensorType("bfloat16", (32, *n)) for n in ((5760, 2880), (2880, 2880), (5760,), (2880,))),
+                  {"activation": "swiglu_clamped", "gated": True, "has_bias": True, "alpha": 1.702,
+                   "limit": 7.0}),
         signature("rope_table", (ids,), (act(128),), (TensorType("float32", (64,)),),
                   {"scaling": 1.0, "dtype": "bfloat16"}),
         signature("rope", (act(40, 128), act(128)), (act(40, 128),), attrs={"interleaved": False}),
@@ -88,7 +89,8 @@ def variants(sm: int) -> dict[str, KernelSpec]:
     """The first spec of every kernel function, by name; of sampling and experts, both kinds."""
     found: dict[str, KernelSpec] = {}
     for spec in (launch.kernel for launch in launches(sm)):
-        kind = ", full" if spec.constants.get("FULL") else ", biased" if spec.constants.get("HAS_BIAS") else ""
+        kinds = {"FULL": ", full", "HAS_BIAS": ", biased"}
+        kind = "".join(word for name, word in kinds.items() if spec.constants.get(name))
         found.setdefault(f"{spec.module.removeprefix('tapeout.plugins.')}:{spec.function}{kind}", spec)
     return found
 
