@@ -55,7 +55,8 @@ def signatures() -> tuple[OpSignature, ...]:
                   {"activation": "silu", "gated": True, "has_bias": False, "alpha": 0.0, "limit": 0.0}),
         signature("moe_experts", (act(2880), TensorType("int32", ("T", 4)), TensorType("float32", ("T", 4))),
                   (act(2880),),
-                  tuple(TensorType("bfloat16", (32, *n)) for n in ((5760, 2880), (2880, 2880), (5760,), (2880,))),
+                  tuple(TensorType("bfloat16", (32, *n))
+                        for n in ((5760, 2880), (2880, 2880), (5760,), (2880,))),
                   {"activation": "swiglu_clamped", "gated": True, "has_bias": True, "alpha": 1.702,
                    "limit": 7.0}),
         signature("rope_table", (ids,), (act(128),), (TensorType("float32", (64,)),),
