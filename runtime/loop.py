@@ -223,9 +223,10 @@ class EngineLoop:
         paused = slots_to_pause(plan, running, kv_cache, draining)
         # Paused one after the other: what one shares with those before it comes back with them.
         returning = kv_cache.returning_pages(paused[::-1])[::-1].tolist()
+        planned = dict(zip(paused.tolist(), running.planned_tokens(paused).tolist(), strict=True))
         for slot, pages in zip(paused.tolist(), returning, strict=True):
             request = running.request(slot)
-            self._paused.append(Pause(request.request_id, pages, short, int(running.planned_tokens[slot])))
+            self._paused.append(Pause(request.request_id, pages, short, planned[slot]))
             self._counts["pauses"] += 1
             running.pause(request)
             if self._in_unread_step(request):
@@ -267,8 +268,7 @@ class EngineLoop:
         self._next_step += 1
         self._counts["steps"] += 1
         running, slots = self.running, plan.slots
-        running.cached_tokens[slots] = plan.ends
-        running.planned_tokens[slots] += plan.samples
+        running.advance(plan)
         try:
             self.kv_cache.grow(slots, plan.ends)
             if self.kv_cache.has_copies:
@@ -279,7 +279,7 @@ class EngineLoop:
             return
         running.last_step[slots] = plan.step
         self._in_flight.append(_InFlight(plan, handle))
-        self._counts["prompt_tokens"] += int(plan.sizes[: plan.num_context].sum())
+        self._counts["prompt_tokens"] += plan.context_rows
 
     def _copy_pages(self) -> None:
         """Have the executor carry out page copies before the step that relies on them."""
