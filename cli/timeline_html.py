@@ -9,7 +9,8 @@ from tapeout.cli.timeline_text import names_in, summary_text
 
 if TYPE_CHECKING:
     from tapeout.cli.timeline import Shown
-    from tapeout.runtime.trace.steps import StepView, Summary
+    from tapeout.runtime.trace.steps import StepView
+    from tapeout.runtime.trace.tally import Summary
 
 _STEP, _ROW, _GAP = 14, 18, 2  # pixels
 _LABEL, _HEADER = 150, 22

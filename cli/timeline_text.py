@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tapeout.cli.timeline import Shown
-    from tapeout.runtime.trace.steps import StepView, Summary
+    from tapeout.runtime.trace.steps import StepView
+    from tapeout.runtime.trace.tally import Summary
 
 _WIDTH = 100
 _SHOWN_REQUESTS = 200

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -320,7 +320,7 @@ class EngineLoop:
         """Take the ids of all rows at once, then look at the requests that something happens to."""
         now, running = self.clock(), self.running
         slots, token_ids = plan.sampled_slots, result.token_ids
-        logprobs: Sequence[dict[int, Logprob] | None] = result.logprobs
+        rows: np.ndarray | None = None  # of the step, where some are left out
         alive = running.alive[slots]
         taken = alive & result.finite
         if not taken.all():
@@ -329,18 +329,20 @@ class EngineLoop:
                 if running.alive[slots[row]]:  # a consumer may just have ended it
                     position = int(plan.starts[plan.samples][row])
                     self._fail(running.request(slots[row]), not_finite(position))
-            slots, token_ids = slots[taken], token_ids[taken]
-            logprobs = [logprobs[row] for row in np.flatnonzero(taken).tolist()]
+            rows = taken.nonzero()[0]
+            slots, token_ids = slots[rows], token_ids[rows]
         self._counts["generation_tokens"] += len(slots)
         for i in running.append(slots, token_ids).tolist():
             if running.alive[slots[i]]:
-                self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
+                logprobs = result.logprobs[i if rows is None else rows[i]]
+                self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs, now)
         if self.kv_cache.any_to_store and self.kv_cache.events.enabled:
             self._store_pages()
 
     def _store_pages(self) -> None:
-        """Leave pages that have become full to the prefix cache. It sees them when somebody looks: before
-        an admission, at their request's end, after every step when events tell others of them."""
+        """Leave contexts that have been read to the prefix cache. It sees them when somebody looks: before an
+        admission, and after every step when events tell others of them. What was generated follows when its
+        request ends or is paused: nobody asks for it before."""
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
         ready = self.running.alive & self.running.has_sampled
         for slot in self.kv_cache.slots_to_store(ready):

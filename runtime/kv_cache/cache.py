@@ -74,7 +74,7 @@ class KvCache:
         )
         self._weights = weights
         self._slots: list[SlotState | None] = [None] * num_slots
-        self._to_store = np.zeros(num_slots, bool)  # slots that have got pages since `store`
+        self._to_store = np.zeros(num_slots, bool)  # slots whose contexts have not been stored
         self.any_to_store = False
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
@@ -205,6 +205,8 @@ class KvCache:
         self._pages.begin(slot, pages)
         prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
         self._slots[slot] = state = SlotState(self._namespace(user), user, prompt_tokens, list(match.path))
+        if self.options.enable_prefix_reuse:
+            self._to_store[slot] = self.any_to_store = True
         for i, node in enumerate(match.path):
             self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
@@ -223,15 +225,11 @@ class KvCache:
 
         Slots are different ones; when the pages do not suffice for all, none gets any.
         """
-        grown = self._pages.grow(slots, num_tokens, self._cache.allocate)
-        # A page is full, at the latest, when the next one is wanted.
-        if grown is not None and self.options.enable_prefix_reuse:
-            self._to_store[grown] = True
-            self.any_to_store = True
+        self._pages.grow(slots, num_tokens, self._cache.allocate)
 
     def slots_to_store(self, ready: np.ndarray) -> list[int]:
-        """Those of the slots that are `ready` (bool [num_slots]) that have got pages since this was asked
-        last, so that `store` may find full ones."""
+        """Those of the slots that are `ready` (bool [num_slots]) whose requests have not been named since they
+        were attached: their contexts can be stored."""
         slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
         self._to_store[slots] = False
         self.any_to_store = bool(self._to_store.any())

@@ -22,6 +22,7 @@ from tapeout.runtime.kv_cache.retention import DEFAULT_PRIORITY
 #: Type of the keys. A test puts one in its place whose hashes are all equal.
 PageKey: type[bytes] = bytes
 PageHash = Callable[[bytes, int], int]  # token ids as bytes, the parent's hash -> hash
+EvictionKey = tuple[int, int]  # priority, last use: the smaller one goes first
 
 _ID_BYTES = 4
 
@@ -73,6 +74,10 @@ class PageNode:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(np.frombuffer(self.key, np.int32).tolist())
+
+    @property
+    def eviction_key(self) -> EvictionKey:
+        return self.priority, self.last_used
 
     @property
     def on_device(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tapeout.runtime.kv_cache.prefix_cache import PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageNode
@@ -45,8 +46,7 @@ class RequestCache:
         return 0 if self.stats is None else self.stats.cached_tokens
 
 
-@dataclass(frozen=True)
-class AdmissionPages:
+class AdmissionPages(NamedTuple):
     """What admitting a request takes from the pool.
 
     needed: pages it asks for that nobody holds yet. available: pages that are neither held nor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ _NEED = {
 }
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """A request was given a slot.
 
     Attributes:
