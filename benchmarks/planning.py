@@ -4,7 +4,8 @@
 
 For every number of running requests and of waiting ones, microseconds of CPU time on one core, as [median,
 least] over rounds of 40 steps: on a machine that others use, CPU time grows with their use of its caches
-and of the core's other thread, and the least says more about the program:
+and of the core's other thread, and the least says more about the program (`calibration_us`, before and after,
+tells how busy they were: see record.py):
 
 - decode: all of them generate, nobody begins or ends;
 - mixed: an eighth of them reads its context, under each chunking policy in turn;
@@ -196,7 +197,9 @@ def main() -> None:
     rows = []
     for running in map(int, args.sizes.split(",")):
         for waiting in map(int, args.waiting.split(",")):
+            calibration = record.calibration_us()
             rows.append(measure(running, waiting, args.rounds))
+            rows[-1]["calibration_us"] = [calibration, record.calibration_us()]
             print(json.dumps(rows[-1]), flush=True)
     record.write(
         args.name,

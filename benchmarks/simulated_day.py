@@ -5,8 +5,9 @@
 The workload is written first: arrivals over a day of steps of 100 ms, more of them by day than by night,
 prompts and outputs of lengths drawn from log-normal distributions. Then a process runs
 `tapeout simulate FILE --summary`, with --trace once more while the trace is written. Memory is that process's
-own peak: with more requests it stays where it was but for eight bytes a line, by which ids that are given
-twice are found.
+own, as it goes and at its peak: with more requests it stays where it was but for eight bytes a line, by which
+ids that are given twice are found. CPU time grows with what others do on the machine; `calibration` (record.py)
+tells by how much.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -65,11 +67,13 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
         "--summary",
         "--json",
     ]
-    start = time.perf_counter()
+    calibration, start = record.calibration_us(), time.perf_counter()
+    curve: list[list[float]] = []
     with subprocess.Popen(
         [*command, *options, *(["--trace", str(trace)] if trace else [])], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
+        threading.Thread(target=_watch, args=(process.pid, start, curve), daemon=True).start()
         text = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -81,9 +85,23 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
         "wall_seconds": round(seconds, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "cpu_us_per_step": round((usage.ru_utime + usage.ru_stime) / summary["steps"] * 1e6, 1),
+        "calibration_us": [calibration, record.calibration_us()],
         "peak_rss_mib": round(usage.ru_maxrss / 1024, 1),
+        "rss_mib_at_seconds": curve,
         "summary": {name: value for name, value in summary.items() if name != "settings"},
     }
+
+
+def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
+    """Notes seconds and resident MiB of a process, every ten seconds until it ends."""
+    pages = Path(f"/proc/{pid}/statm")
+    while True:
+        time.sleep(10)
+        try:
+            resident = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            return
+        curve.append([round(time.perf_counter() - start), round(resident / 2**20, 1)])
 
 
 def main() -> None:

@@ -344,7 +344,7 @@ class EngineLoop:
         admission, and after every step when events tell others of them. What was generated follows when its
         request ends or is paused: nobody asks for it before."""
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
-        ready = self.running.alive & self.running.has_sampled
+        ready = self.running.alive & self.running.have_sampled
         for slot in self.kv_cache.slots_to_store(ready):
             self._store(self.running.request(slot))
 
@@ -436,7 +436,7 @@ class EngineLoop:
 
     def _release(self, request: Request) -> None:
         has_failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
-        if not has_failed and self.running.has_sampled[request.slot]:
+        if not has_failed and self.running.has_sampled(request.slot):
             self._store(request)
         self.kv_cache.free(request.slot, failed=has_failed)
         self.capacity.release(request)

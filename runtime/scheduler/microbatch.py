@@ -128,7 +128,7 @@ class MicroBatchScheduler:
         rest = running.context_tokens[context] - starts
         sizes, wanted = self._chunking.sizes(starts, rest, lambda: running.last_step[context], budget)
         if sizes is rest:
-            return sizes, np.full(len(sizes), LAST_CHUNK, np.int8)
+            return sizes, np.zeros(len(sizes), np.int8)  # LAST_CHUNK
         as_large_as_can_be, smaller = self._codes
         codes = np.where(sizes == wanted, as_large_as_can_be, smaller)
         return sizes, np.where(sizes == rest, LAST_CHUNK, codes).astype(np.int8)

@@ -103,7 +103,7 @@ class StepPlan:
     def num_tokens(self) -> int:
         return self.context_rows + self.num_sequences - self.num_context
 
-    @property
+    @cached_property
     def context_rows(self) -> int:
         """Rows of context: generation has one a sequence."""
         count = self.num_context

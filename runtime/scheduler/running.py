@@ -158,9 +158,13 @@ class Running:
         self.planned[request.slot] = False
         self._some_left = True
 
+    def has_sampled(self, slot: int) -> bool:
+        """A token has been read for the slot's request since it was admitted."""
+        return bool(self.output_tokens[slot] > self.resumed_tokens[slot])
+
     @property
-    def has_sampled(self) -> np.ndarray:
-        """bool [num_slots]: a token has been read for the slot's request since it was admitted."""
+    def have_sampled(self) -> np.ndarray:
+        """bool [num_slots]: the same for all slots."""
         sampled: np.ndarray = self.output_tokens > self.resumed_tokens
         return sampled
 
