@@ -6,8 +6,8 @@ The workload is written first: arrivals over a day of steps of 100 ms, more of t
 prompts and outputs of lengths drawn from log-normal distributions. Then a process runs
 `tapeout simulate FILE --summary`, with --trace once more while the trace is written. Memory is that process's
 own, as it goes and at its peak: with more requests it stays where it was but for eight bytes a line, by which
-ids that are given twice are found. CPU time grows with what others do on the machine; `calibration` (record.py)
-tells by how much.
+ids that are given twice are found. CPU time grows with what others do on the machine; `calibration_us` (see
+record.py) tells by how much.
 """
 
 from __future__ import annotations

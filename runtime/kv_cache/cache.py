@@ -228,8 +228,8 @@ class KvCache:
         self._pages.grow(slots, num_tokens, self._cache.allocate)
 
     def slots_to_store(self, ready: np.ndarray) -> list[int]:
-        """Those of the slots that are `ready` (bool [num_slots]) whose requests have not been named since they
-        were attached: their contexts can be stored."""
+        """Those of the slots that are `ready` (bool [num_slots]) and have not been named since a request was
+        attached: its context can be stored."""
         slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
         self._to_store[slots] = False
         self.any_to_store = bool(self._to_store.any())

@@ -132,9 +132,8 @@ class StepPlan:
     def _rows(self, part: slice) -> tuple[Scheduled, ...]:
         reasons = [CONTEXT_REASONS[code] for code in self.context_codes.tolist()]
         reasons += [Reason.GENERATION] * (self.num_sequences - self.num_context)
-        columns = (self.slots, self.starts, self.ends, self.samples)
-        slots, starts, ends, samples = (c[part] for c in columns)
-        columns = (self.names[slots], slots, starts, ends - starts, samples)
+        slots, starts = self.slots[part], self.starts[part]
+        columns = (self.names[slots], slots, starts, self.ends[part] - starts, self.samples[part])
         rows = zip(*(c.tolist() for c in columns), reasons[part], strict=True)
         return tuple(Scheduled(*row) for row in rows)
 
