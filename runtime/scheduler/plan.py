@@ -140,9 +140,7 @@ class StepPlan:
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         return tuple(
-            Skipped(name, reason)
-            for reason, slots in self.left_out
-            for name in self.names[slots].tolist()
+            Skipped(name, reason) for reason, slots in self.left_out for name in self.names[slots].tolist()
         )
 
     def without(self, rows: np.ndarray, left_out: tuple[tuple[Reason, np.ndarray], ...]) -> StepPlan:
