@@ -29,6 +29,7 @@ import record
 STEPS = 86_400 * 10  # a day of 100 ms steps
 OPTIONS = {"pages": 16_384, "tokens_per_page": 32, "max_batch_size": 256, "max_num_tokens": 2_048}
 _MEAN_PROMPT, _MEAN_OUTPUT = 180, 60
+_WATCH_SECONDS = 5
 
 
 def write_workload(path: Path, requests: int, seed: int = 0) -> dict[str, int]:
@@ -86,22 +87,24 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "cpu_us_per_step": round((usage.ru_utime + usage.ru_stime) / summary["steps"] * 1e6, 1),
         "calibration_us": [calibration, record.calibration_us()],
-        "peak_rss_mib": round(usage.ru_maxrss / 1024, 1),
-        "rss_mib_at_seconds": curve,
+        "peak_rss_mib": max(peak for _, _, peak in curve),
+        "seconds_rss_mib": [[second, resident] for second, resident, _ in curve],
         "summary": {name: value for name, value in summary.items() if name != "settings"},
     }
 
 
 def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
-    """Notes seconds and resident MiB of a process, every ten seconds until it ends."""
-    pages = Path(f"/proc/{pid}/statm")
+    """Notes seconds, resident MiB and the most so far of a process, every few seconds until it ends."""
+    status = Path(f"/proc/{pid}/status")
     while True:
-        time.sleep(10)
+        time.sleep(_WATCH_SECONDS)
         try:
-            resident = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, IndexError):
+            kib = {line.split(":")[0]: line.split()[1] for line in status.read_text().splitlines()}
+            # Not the peak that `wait4` tells: a process is born with its parent's.
+            resident, peak = (round(int(kib[name]) / 1024, 1) for name in ("VmRSS", "VmHWM"))
+        except (OSError, KeyError):
             return
-        curve.append([round(time.perf_counter() - start), round(resident / 2**20, 1)])
+        curve.append([round(time.perf_counter() - start), resident, peak])
 
 
 def main() -> None:

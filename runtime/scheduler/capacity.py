@@ -56,13 +56,14 @@ class HoldCause(StrEnum):
     SLOTS = "max_batch_size"
     PAGES = "kv_cache_pages"
     BATCH = "static_batch"
+    WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
 class Held:
     """The head of the queue was not admitted. Those behind it wait for their turn.
 
-    `needed` and `available` are slots, pages, or (BATCH) the requests that still hold a slot and 0.
+    `needed` and `available` are slots, pages, or (BATCH, WEIGHTS) the requests that still hold a slot and 0.
     """
 
     request_id: str
@@ -76,6 +77,8 @@ class Held:
         state = "paused" if self.paused else "waiting"
         if self.cause is HoldCause.SLOTS:
             return f"{state}: max_batch_size is reached, all {self.needed} slots are taken"
+        if self.cause is HoldCause.WEIGHTS:
+            return f"{state}: the engine gets other weights, as soon as nobody runs"
         if self.cause is HoldCause.BATCH:
             return f"{state}: static batch, {self.needed} requests of the batch before still run"
         need, of = _NEED[self.policy]
@@ -170,6 +173,11 @@ class CapacityScheduler:
             available -= pages.needed
             request = waiting.first()
         return admitted, None
+
+    def held_for_weights(self, waiting: WaitingQueue) -> Held | None:
+        """Why nobody is admitted while weights are to change."""
+        first, taken = waiting.first(), self.max_batch_size - len(self._free_slots)
+        return None if first is None else self._held(first, HoldCause.WEIGHTS, taken, 0)
 
     def release(self, request: Request) -> None:
         """Take back the slot, and what was committed, of a request that no submitted step uses any more."""

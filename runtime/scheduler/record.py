@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tapeout.runtime.scheduler.capacity import Admission, Held
 from tapeout.runtime.scheduler.plan import StepPlan
 
 
+class PauseCause(StrEnum):
+    PAGES = "kv_cache_pages"  #: MAX_UTILIZATION: the pool has too few for everybody
+    WEIGHTS = "weights"  #: other weights are loaded, by which its pages have to be computed again
+
+
 @dataclass(frozen=True)
 class Pause:
-    """A running request lost its slot for want of pages, and waits to run again.
+    """A running request lost its slot, and waits to run again.
 
     Attributes:
         pages: what it gives back, once the step it is part of has been read.
-        short_pages: what the step lacked for all its rows.
+        short_pages: what the step lacked for all its rows; 0 where pages are not the cause.
         output_tokens: planned so far; they become context when it runs again.
     """
 
     request_id: str
+    cause: PauseCause
     pages: int
     short_pages: int
     output_tokens: int
 
     def reason(self) -> str:
+        if self.cause is PauseCause.WEIGHTS:
+            return (
+                f"paused: the engine gets other weights, by which its {self.pages} pages are computed again "
+                f"after {self.output_tokens} output tokens"
+            )
         return (
             f"paused: the step lacks {self.short_pages} pages and this is the newest request; it gives back "
             f"{self.pages} after {self.output_tokens} output tokens"

@@ -116,6 +116,15 @@ class CpuExecutor:
         check_copies(copies, self.num_pages, self.host_pages)
         self._on_worker(lambda: self._pages.copy(copies))
 
+    def load_weights(self, engine: Engine) -> None:
+        """See `tapeout.runtime.step.Executor`. The old weights run until the new ones are prepared, so that a
+        failure changes nothing; for that time both are in memory."""
+
+        def run() -> None:
+            self._replay, self._engine = self._replay.with_weights_of(engine), engine
+
+        self._on_worker(run).result()
+
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.
 
