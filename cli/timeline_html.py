@@ -120,6 +120,7 @@ def _decisions(views: list[StepView]) -> str:
         entries += [
             (name, f"{tokens} tokens from {start}; {reason}") for name, start, tokens, reason in view.context
         ]
+        entries += [(name, reason) for name, _, reason in view.evicted]
         entries += [(name, f"finished: {reason}") for name, reason in view.finished.items()]
         rows += [
             f"<tr><td>{view.step}</td><td>{escape(name)}</td><td>{escape(reason)}</td></tr>"

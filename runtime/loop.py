@@ -4,10 +4,7 @@ Step n+1 is planned and submitted before the ids of step n are read, so host wor
 the executor. Hence an end the host learns from an id (EOS, stop id, stop string) is seen one
 step late: the request's row in the step already submitted is surplus, its result is dropped, and
 slot and pages are given back once that step has been read. An end by `max_tokens` is known when
-planning and needs no surplus row.
-
-A request that is paused follows the same rule: it is planned no more at once, the ids of the step it is
-part of are still its own, and slot and pages are given back when that step has been read. Then it waits
+planning and needs no surplus row. A request that is paused follows the same rule, and then waits
 again, with prompt and output so far as its context.
 """
 
@@ -32,7 +29,7 @@ from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
-from tapeout.runtime.scheduler.record import Pause, PauseCause, StepRecord
+from tapeout.runtime.scheduler.record import Pause, PauseCause, StepRecord, evictions_of
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
 from tapeout.runtime.scheduler.room import fit_to_pages, pages_short, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
@@ -177,12 +174,11 @@ class EngineLoop:
         self.kv_cache.set_weights(engine.weights_digest)
 
     def stats(self) -> LoopStats:
-        pool = self.kv_cache.pool
         return LoopStats(
             num_requests_running=len(self.running),
             num_requests_waiting=len(self._waiting),
-            kv_pages_used=pool.num_pages - pool.num_free,
-            kv_pages_total=pool.num_pages,
+            kv_pages_used=self.kv_cache.num_used,
+            kv_pages_total=self.kv_cache.num_pages,
             **asdict(self._counts),
         )
 
@@ -195,10 +191,9 @@ class EngineLoop:
         if self.capacity.may_pause and (short := pages_short(plan, self.kv_cache)) > 0:
             plan = self._make_room(plan, short)
         if plan.num_sequences:
-            self._tell(held, plan)
-            self._submit(plan)
+            self._submit(plan, held)
         elif self._admitted or self._paused:  # all pages are still on their way back
-            self._tell(held, plan)
+            self._tell(held, plan, self.kv_cache.num_used)
             self._next_step += 1
         while len(self._unread) > (self._most_in_flight if plan.num_sequences else 0):
             self._read()
@@ -261,12 +256,18 @@ class EngineLoop:
         self._leftovers.release(request)
         self._waiting.add(request)
 
-    def _tell(self, held: Held | None, plan: StepPlan) -> None:
+    def _tell(self, held: Held | None, plan: StepPlan, pages_used: int) -> None:
         """Give the step's record to whoever listens."""
+        evicted = self.kv_cache.take_evictions()
         if self.on_step is not None or self.observer is not None:
-            used = self.kv_cache.num_pages - self.kv_cache.num_free
             record = StepRecord(
-                tuple(self._admitted), held, tuple(self._paused), plan, len(self._waiting), used
+                tuple(self._admitted),
+                held,
+                tuple(self._paused),
+                plan,
+                len(self._waiting),
+                pages_used,
+                evictions_of(evicted, plan.names),
             )
             if self.observer is not None:
                 self.observer.on_step(record)
@@ -274,17 +275,23 @@ class EngineLoop:
                 self.on_step(record)
         self._admitted, self._paused = [], []
 
-    def _submit(self, plan: StepPlan) -> None:
-        """Queue the step and move its requests' planned state forward."""
+    def _submit(self, plan: StepPlan, held: Held | None) -> None:
+        """Give the step its pages, tell of it, queue it, and move its requests' planned state forward."""
+        used, failure = self.kv_cache.num_used, None
+        try:
+            self.kv_cache.grow(plan.slots, plan.ends)
+        except Exception as error:
+            failure = error
+        self._tell(held, plan, used)
         self._next_step += 1
         self._counts.steps += 1
-        running, slots = self.running, plan.slots
-        running.advance(plan)
+        self.running.advance(plan)
         try:
-            self.kv_cache.grow(slots, plan.ends)
+            if failure is not None:
+                raise failure
             if self.kv_cache.has_copies:
                 self._copy_pages()
-            handle = self.executor.submit(pack_step(plan, running, self.kv_cache))
+            handle = self.executor.submit(pack_step(plan, self.running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
             return

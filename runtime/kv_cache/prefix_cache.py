@@ -38,6 +38,8 @@ class PrefixCache:
 
     Attributes:
         copies: what the executor has to do before the next step, in order.
+        evicted: of pages that left the device for want of space, since the owner emptied this: who had
+            computed each, and whether it is on the host now.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class PrefixCache:
         self.events = events
         self.host = HostTier(host_pages, clock)
         self.copies: list[PageCopy] = []
+        self.evicted: list[tuple[str, bool]] = []
         self._pool = pool
         self._clock = clock
         self._idle = EvictionQueue(clock)
@@ -154,7 +157,7 @@ class PrefixCache:
     # ---- entering ---------------------------------------------------------------------------
 
     def store(
-        self, parent: PageNode, key: bytes, page: int, retention: Retention | None
+        self, parent: PageNode, key: bytes, page: int, retention: Retention | None, owner: str
     ) -> tuple[PageNode, bool]:
         """Put a full page that the caller holds behind `parent`, whose path the caller holds too.
 
@@ -166,6 +169,7 @@ class PrefixCache:
         node = self.tree.child(parent, key)
         if node is None:
             node = self.tree.insert(parent, key, page)
+            node.owner = owner
             self._node_of[page] = node
             self._pool.keep(page)
             self.set_retention(node, retention)
@@ -249,6 +253,7 @@ class PrefixCache:
             parent.device_children -= 1
             self.tree.remove(node)
             self._tell_removed(node)
+            self.evicted.append((node.owner, False))
             dropped += 1
             if not parent.on_device or parent.device_children or pool.references(parent.page):
                 return dropped
@@ -260,7 +265,9 @@ class PrefixCache:
             node = parent
 
     def _evict_one(self, node: PageNode) -> None:
-        if not self.host.can_take(node):
+        has_place = self.host.can_take(node)
+        self.evicted.append((node.owner, has_place))
+        if not has_place:
             self._drop(node)
             return
         victim = self.host.victim_for(node)

@@ -46,7 +46,7 @@ class PageNode:
     million, and every container of each would be work for the garbage collector.
 
     Attributes:
-        key: its token ids as int32 bytes.
+        key: its token ids as int32 bytes. owner: the request that computed it.
         page, host_page: where its contents are: on the device, or on the host. Both NO_PAGE: removed.
         priority, seconds: retention. expires_at: when the priority lapses, None = never or in use.
         last_used: counts up with every use; smaller is older.
@@ -56,13 +56,13 @@ class PageNode:
     """
 
     __slots__ = (
-        "_hash", "children", "device_children", "expires_at", "host_page", "key", "last_used", "page",
-        "parent", "priority", "seconds", "sorted_keys", "stamp",
+        "_hash", "children", "device_children", "expires_at", "host_page", "key", "last_used", "owner",
+        "page", "parent", "priority", "seconds", "sorted_keys", "stamp",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: PageNode | None, page: int = NO_PAGE) -> None:
         self.key, self.parent, self.page = key, parent, page
-        self.host_page = NO_PAGE
+        self.host_page, self.owner = NO_PAGE, ""
         self.priority = DEFAULT_PRIORITY
         self.seconds: float | None = None
         self.expires_at: float | None = None

@@ -33,15 +33,16 @@ class PageTables:
 
     def grow(
         self, slots: np.ndarray, num_tokens: np.ndarray, allocate: Callable[[int], Sequence[int]]
-    ) -> None:
+    ) -> np.ndarray | None:
         """Give each of the slots the pages it still lacks to hold its `num_tokens` tokens.
 
-        Slots are different ones; when `allocate` raises, none has got any.
+        Slots are different ones; when `allocate` raises, none has got any. Returns the slots that got
+        pages, None when there are none.
         """
         short = (num_tokens > self._held_tokens[slots]).nonzero()[0]
         # The usual decode step needs no page or few: nothing is done for the others.
         if len(short) == 0:
-            return
+            return None
         slots = slots[short]
         used = self.num_used[slots]
         needed = -(-num_tokens[short] // self.tokens_per_page)
@@ -59,6 +60,7 @@ class PageTables:
         self.num_used[slots] = needed
         self.total += count
         self._held_tokens[slots] = needed * self.tokens_per_page
+        return slots
 
     def begin(self, slot: int, pages: Sequence[int]) -> None:
         """The first pages of a slot that has none."""

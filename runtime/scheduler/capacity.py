@@ -167,7 +167,11 @@ class CapacityScheduler:
             request.slot = self._free_slots.pop()
             self.committed_pages += self.worst_case_pages(request)
             # At once: what the next one finds may be what this one holds now.
-            cache.attached(kv_cache.attach(request.slot, ids, cache.user, pages.match, request.prompt_tokens))
+            cache.attached(
+                kv_cache.attach(
+                    request.slot, ids, cache.user, pages.match, request.prompt_tokens, request.request_id
+                )
+            )
             admitted.append((request, self._admission(request, pages)))
             # Whatever of it was taken already, and whatever is still to come.
             available -= pages.needed

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
+from tapeout.runtime.kv_cache.users import PageEvictions
 from tapeout.runtime.scheduler.capacity import Admission, Held
 from tapeout.runtime.scheduler.plan import StepPlan
+
+_SHOWN_NAMES = 5
 
 
 class PauseCause(StrEnum):
@@ -43,6 +50,40 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class Eviction:
+    """Pages that a request had left to the prefix cache, and that nobody held, made room on the device.
+
+    Attributes:
+        request_id: who had computed them. pages: how many.
+        to_host: as many of them went to the host tier; the others are lost.
+        made_room_for: ids of those that got pages at that time, with which the blank ones did not suffice.
+    """
+
+    request_id: str
+    pages: int
+    to_host: int
+    made_room_for: tuple[str, ...]
+
+    def reason(self) -> str:
+        names = ", ".join(self.made_room_for[:_SHOWN_NAMES]) or "a pinned prefix"
+        if (more := len(self.made_room_for) - _SHOWN_NAMES) > 0:
+            names += f" and {more} more"
+        where = f", {self.to_host} of them to the host," if self.to_host else ""
+        return f"evicted: {self.pages} cached pages of it{where} made room for {names}"
+
+
+def evictions_of(evicted: Iterable[PageEvictions], names: np.ndarray) -> tuple[Eviction, ...]:
+    """One for each request that lost pages at a time. names: request ids by slot."""
+    found = []
+    for pages, slots in evicted:
+        lost = Counter(owner for owner, _ in pages)
+        moved = Counter(owner for owner, on_host in pages if on_host)
+        for_whom = tuple(names[list(slots)].tolist())
+        found += [Eviction(owner, count, moved[owner], for_whom) for owner, count in lost.items()]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """Who was admitted, resumed, paused and held back, and what the step runs.
 
@@ -51,6 +92,7 @@ class StepRecord:
             waits or nothing keeps the first one.
         num_waiting: requests that wait for a slot once this was decided, paused ones among them.
         pages_used: pages in use before the step's own.
+        evicted: whose cached pages made room for admissions and for the step's own pages.
     """
 
     admitted: tuple[Admission, ...]
@@ -59,11 +101,13 @@ class StepRecord:
     plan: StepPlan
     num_waiting: int = 0
     pages_used: int = 0
+    evicted: tuple[Eviction, ...] = ()
 
     def explain(self) -> list[str]:
         """The decisions, a line each."""
         lines = [f"{a.request_id}: {a.reason()}" for a in self.admitted]
         lines += [f"{p.request_id}: {p.reason()}" for p in self.paused]
+        lines += [f"{e.request_id}: {e.reason()}" for e in self.evicted]
         if self.held is not None:
             lines.append(f"{self.held.request_id}: {self.held.reason()}")
         lines += [

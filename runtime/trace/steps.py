@@ -27,6 +27,7 @@ class StepView:
             behind it, and running ones without rows.
         ending: ids that run no more and whose last token has not been read.
         paused: id to reason, paused by this step. resting: ids that were paused and wait.
+        evicted: (id, pages, reason) of cached pages that made room.
         finished: id to how it ended, in the order of the ends.
         numbers: id to number of arrival, of all that were there.
     """
@@ -40,12 +41,14 @@ class StepView:
     admitted: dict[str, str] = field(default_factory=dict)
     paused: dict[str, str] = field(default_factory=dict)
     resting: list[str] = field(default_factory=list)
+    evicted: list[tuple[str, int, str]] = field(default_factory=list)
     finished: dict[str, str] = field(default_factory=dict)
     pages_used: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The step as `tapeout simulate --json` gives it."""
-        return {
+        """The step as `tapeout simulate --json` gives it; `evicted` is there where there was any."""
+        evicted = [{"id": i, "pages": n, "reason": reason} for i, n, reason in self.evicted]
+        return ({"evicted": evicted} if evicted else {}) | {
             "step": self.step,
             "context": [{"id": i, "start": s, "tokens": n} for i, s, n, _ in self.context],
             "generation": self.generation,
@@ -104,6 +107,9 @@ class StepBuilder:
         for paused in event.get("paused", ()):
             view.paused[paused["id"]] = paused["reason"]
             tally.paused(paused["id"])
+        for evicted in event.get("evicted", ()):
+            view.evicted.append((evicted["id"], evicted["pages"], evicted["reason"]))
+            tally.evicted(evicted["pages"])
         self._hold(view, event)
         for row in event.get("context", ()):
             view.context.append((row["id"], row["start"], row["tokens"], row["reason"]))

@@ -22,7 +22,7 @@ class Summary:
         self.requests = self.steps = self.context_tokens = self.output_tokens = 0
         self.finished: dict[str, int] = {}
         self.refused: list[dict[str, str]] = []
-        self.pauses = self.recomputed_tokens = 0
+        self.pauses = self.recomputed_tokens = self.evicted_pages = 0
         self.most_running = self.most_waiting = self.most_pages = 0
         self.first_step: int | None = None
         self.last_step: int | None = None
@@ -45,6 +45,7 @@ class Summary:
             "output_tokens": self.output_tokens,
             "pauses": self.pauses,
             "recomputed_tokens": self.recomputed_tokens,
+            "evicted_pages": self.evicted_pages,
             "mean_queue_steps": round(self._waited / self._waits, 3) if self._waits else None,
             "max_queue_steps": self._most_waited if self._waits else None,
             "max_running": self.most_running,
@@ -84,6 +85,9 @@ class Tally:
         self.waiting[name] = True
         self._running -= 1
         self.summary.pauses += 1
+
+    def evicted(self, pages: int) -> None:
+        self.summary.evicted_pages += pages
 
     def stepped(self, step: int, context_tokens: int, pages_used: int) -> None:
         """All admissions and pauses of the step have been told."""
@@ -129,6 +133,8 @@ class SummaryObserver:
             tally.admitted(admission.request_id, plan.step, admission.recompute_tokens)
         for pause in record.paused:
             tally.paused(pause.request_id)
+        for eviction in record.evicted:
+            tally.evicted(eviction.pages)
         tally.stepped(plan.step, plan.context_rows, record.pages_used)
 
     def on_finish(self, request: Request, step: int, output_tokens: int) -> None:

@@ -1,8 +1,8 @@
 """The loop as a state machine: whatever comes, in whatever order, under every policy.
 
 Arrivals, shared prompts, cancellations, failing steps and page copies, logits that are not finite, too few
-pages, pins and clears of the prefix cache, and other weights are mixed by hypothesis. The fake executor keeps real pages of
-token ids, so a page that is shared wrongly, freed too early or filled with the wrong tokens changes what a
+pages, pins and clears of the prefix cache, and other weights are mixed by hypothesis. The fake executor keeps
+real pages of token ids, so a page that is shared wrongly, freed too early or filled with the wrong tokens changes what a
 request gets.
 """
 
