@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from tapeout.plugins.errors import TapeoutError, UsageError
@@ -137,8 +136,7 @@ class LLM:
             self._trace.take(start_event({**pool, **asdict(options)}))
         self._loop = self._new_loop(options)
         self._adopt(self.engine)
-        self._ids = count()
-        self._lock = threading.RLock()
+        self._ids, self._lock = count(), threading.RLock()
         self._reload = WeightReload(lambda: self._loop, self._lock, self._turn)
         # Streams closed by the garbage collector, maybe within a turn: aborted before the next one.
         self._abandoned: deque[str] = deque()
@@ -283,8 +281,7 @@ class LLM:
 
         Raises:
             UsageError, EngineError: the file cannot take the place of the engine's; nothing has changed.
-            TapeoutError: the executor failed. On a GPU every request fails until weights were loaded again;
-                on CPUs the old weights go on.
+            TapeoutError: the executor failed. On a GPU every request fails until weights were loaded again.
         """
         self._check_open()
         self._reload.run(lambda: self.engine, path, running, self._adopt)
@@ -309,9 +306,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- inside ---------------------------------------------------------------------------
@@ -334,8 +329,7 @@ class LLM:
     ) -> list[Collector]:
         """Check all prompts, then queue all of them."""
         priorities = check_priorities(priority, len(prompts))
-        if params is None:
-            params = self.default_sampling_params()
+        params = self.default_sampling_params() if params is None else params
         checked = self._intake.check(prompts, check_params(params, len(prompts)))
         with self._lock:
             self._check_open()

@@ -71,8 +71,7 @@ class EngineLoop:
         self.clock = clock
         self.on_step = on_step
         self.observer = observer
-        self._most_in_flight = 1 if overlap else 0
-        self._admits = True
+        self._most_in_flight, self._admits = (1 if overlap else 0), True
         self._waiting = WaitingQueue()
         self.running = Running(
             num_slots=capacity.max_batch_size, max_output_tokens=executor.limits.max_seq_len
@@ -130,8 +129,7 @@ class EngineLoop:
 
         Nothing happens for a request that is watched, waits, or has ended: its sink has them all.
         """
-        request = self.running.get(request_id)
-        if request is not None:
+        if (request := self.running.get(request_id)) is not None:
             self._delivery.hand_over(request)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> bool:
@@ -398,6 +396,5 @@ class EngineLoop:
             output_tokens = int(self.running.output_tokens[request.slot])
             last_step = int(self.running.last_step[request.slot])
         # A later step that holds a row of it has not been read, and its row is surplus.
-        last_read = self._unread.last_read
-        step = min(last_step, last_read) if last_step >= 0 and output_tokens else self._next_step
+        step = min(last_step, self._unread.last_read) if last_step >= 0 and output_tokens else self._next_step
         self.observer.on_finish(request, step, output_tokens)

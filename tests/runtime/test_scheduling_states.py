@@ -1,9 +1,9 @@
 """The loop as a state machine: whatever comes, in whatever order, under every policy.
 
 Arrivals, shared prompts, cancellations, failing steps and page copies, logits that are not finite, too few
-pages, pins and clears of the prefix cache, and other weights are mixed by hypothesis. The fake executor keeps
-real pages of token ids, so a page that is shared wrongly, freed too early or filled with the wrong tokens changes what a
-request gets.
+pages, pins and clears of the prefix cache, and other weights are mixed by hypothesis. The fake executor
+keeps real pages of token ids, so a page that is shared wrongly, freed too early, computed by other weights
+or filled with the wrong tokens changes what a request gets.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Scheduling(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.pins: list[PinnedPrefix] = []
         self.waited: dict[str, int] = {}
+        self.records: list[StepRecord] = []
         self.admit = self.rig.loop._admit
         self.rig.loop._admit = self.admit_and_check
         self.rig.loop.on_step = self.check_record  # while the step is planned, so that state is its own
@@ -193,6 +194,7 @@ class Scheduling(RuleBasedStateMachine):
         return held
 
     def check_record(self, record: StepRecord) -> None:
+        self.records.append(record)
         plan, requests, most = record.plan, self.rig.requests, self.options
         executor = self.rig.executor
         if len(executor.steps) in executor.fail_steps | executor.refuse_steps:
@@ -250,6 +252,10 @@ class Scheduling(RuleBasedStateMachine):
             if not self.one_turn():
                 break
         assert not self.rig.loop.has_work, "some request never ends"
+        kv_cache = self.rig.loop.kv_cache
+        told = sum(e.pages for record in self.records for e in record.evicted)
+        untold = sum(len(evicted.pages) for evicted in kv_cache.take_evictions())
+        assert told + untold == kv_cache.stats().evicted_pages
         for pin in self.pins:
             self.rig.loop.kv_cache.unpin(pin)
         self.rig.check_idle()
