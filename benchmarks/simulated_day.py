@@ -99,10 +99,10 @@ def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
     while True:
         time.sleep(_WATCH_SECONDS)
         try:
-            kib = {line.split(":")[0]: line.split()[1] for line in status.read_text().splitlines()}
+            words = dict(line.split(":", 1) for line in status.read_text().splitlines())
             # Not the peak that `wait4` tells: a process is born with its parent's.
-            resident, peak = (round(int(kib[name]) / 1024, 1) for name in ("VmRSS", "VmHWM"))
-        except (OSError, KeyError):
+            resident, peak = (round(int(words[name].split()[0]) / 1024, 1) for name in ("VmRSS", "VmHWM"))
+        except (OSError, KeyError):  # it has ended
             return
         curve.append([round(time.perf_counter() - start), resident, peak])
 
