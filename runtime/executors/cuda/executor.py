@@ -139,6 +139,7 @@ class CudaExecutor:
         self._top_logprobs = np.full(batch, _NO_LOGPROBS)
         self._lock = threading.RLock()
         self._closed = False
+        self._weights_problem: str | None = None  # why those on the device are of no use
         self._device, table = open_gpu(engine, device)
         self._device.make_current()
         with ExitStack() as stack:
@@ -188,7 +189,7 @@ class CudaExecutor:
             if error.hint is not None:  # it was not the GPU's memory
                 raise
             raise budget_error(what, lines, free) from None
-        self._steps, self._sampled = memory.step, memory.sampling
+        self._steps, self._sampled, self._weights = memory.step, memory.sampling, weights
 
     def admit(
         self,
@@ -234,6 +235,21 @@ class CudaExecutor:
             self._enter()
             if copies:
                 self._pages.copy(copies, self._stream)
+
+    def load_weights(self, engine: Engine) -> None:
+        """See `tapeout.runtime.step.Executor`. The new weights take the places of the old ones, so there need
+        be no room for both; a copy that fails leaves a mixture, with which no step runs."""
+        with self._lock:
+            self._enter()
+            self._stream.wait()
+            self._weights_problem = "they are being replaced"
+            try:
+                self._weights.begin(engine)
+                self._weights.wait()
+            except BaseException as error:
+                self._weights_problem = f"replacing them failed: {error}"
+                raise
+            self._weights_problem = None
 
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.
@@ -286,6 +302,10 @@ class CudaExecutor:
     def _queue(self, inputs: StepInputs, sampling: Sampling) -> Event:
         """Write a step's tensors and queue its graph; the step has been checked. Returns the event to record
         at its end."""
+        if self._weights_problem is not None:
+            raise TapeoutError(
+                f"the weights on the GPU are of no use: {self._weights_problem}", hint="load weights again"
+            )
         bucket = self._replay.bucket(len(inputs.token_ids), len(inputs.slots), len(inputs.row_ids))
         self._sampled.settle(self._steps.turn)
         self._steps.write(inputs)
