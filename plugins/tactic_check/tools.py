@@ -45,11 +45,12 @@ def tool_name(function: str, dtype: str = "") -> str:
 
 
 def tool_specs(dtypes: Iterable[str]) -> Iterator[tuple[str, KernelSpec]]:
-    """Every tool by name, for operands of the floating-point types `dtypes`."""
+    """Every tool by name, for operands of the floating-point types `dtypes`; integers are only compared."""
     floats = sorted(set(dtypes))
     for function, arguments in ARGUMENTS.items():
         generic = any(kind == "*" for _, kind in arguments)
-        for dtype in floats if generic else ("",):
+        integers = ["int32"] if function == "compare" else []
+        for dtype in (*floats, *integers) if generic else ("",):
             element = _TRITON_TYPES.get(dtype, "")
             signature = tuple((name, f"*{element}" if kind == "*" else kind) for name, kind in arguments)
             yield (

@@ -77,19 +77,24 @@ def compare(
     """Compare two outputs with a guard row before and guard elements behind each row. Grid (rows * blocks,).
 
     result: int32 [4], added to: elements beyond the tolerance (NaN is), elements written outside,
-    bits of the largest error, NaN elements. What nobody wrote is NaN.
+    bits of the largest error, elements that are NaN. What nobody wrote is NaN, or -1 of integers.
     """
     row = tl.program_id(0) // blocks
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     there = column < row_stride
     at = row.to(tl.int64) * row_stride + column
-    value = tl.load(got + at, there, other=0.0).to(tl.float32)
-    want = tl.load(wanted + at, there, other=0.0).to(tl.float32)
+    raw = tl.load(got + at, there, other=0)
+    value = raw.to(tl.float32)
+    if raw.dtype == tl.int32:
+        empty = raw == -1
+    else:
+        empty = value != value
+    want = tl.load(wanted + at, there, other=0).to(tl.float32)
     inside = there & (row >= 1) & (row <= rows) & (column < columns)
     error = tl.abs(value - want)
     bad = inside & ~(error <= absolute + relative * tl.abs(want))
-    outside = there & ~inside & (value == value)
-    missing = inside & (value != value)
+    outside = there & ~inside & ~empty
+    missing = inside & empty
     largest = tl.max(tl.where(inside & (error == error), error, 0.0), axis=0)
     bad_count = tl.sum(bad.to(tl.int32), axis=0)
     outside_count = tl.sum(outside.to(tl.int32), axis=0)

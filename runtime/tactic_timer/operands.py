@@ -19,7 +19,7 @@ from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Entry, Operand, Ste
 from tapeout.runtime.tactic_timer.steps import ONE_PAGE, STALE, num_pages, step_tensors, used_tokens
 from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
 
-POISON = 0xFFFFFFFF  # NaN in every floating-point type
+POISON = 0xFFFFFFFF  # NaN in every floating-point type, -1 as an integer
 _GUARD, _MULTIPLE = 16, 16  # elements behind a row; what rows are padded to in an arena
 _PADDING_ROWS = 3
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}

@@ -6,6 +6,7 @@ JSON object for each thing that was looked at: {"what", "problem"}.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -69,6 +70,24 @@ def cache(dtype: torch.dtype) -> Iterator[tuple[str, str | None]]:
     yield f"the other layer, {dtype}", None if bool((pool[:, 0] == -7).all()) else "was written"
 
 
+def compare_integers() -> Iterator[tuple[str, str | None]]:
+    """As comparisons: -1 is what nobody wrote."""
+    rows, columns, stride = 2, 5, 16
+    equal = torch.full((rows + 2, stride), -1, dtype=torch.int32)
+    equal[1 : rows + 1, :columns] = torch.arange(rows * columns, dtype=torch.int32).reshape(rows, columns)
+    for name, place, value, counts in (
+        ("equal", (1, 1), 1, [0, 0, 0]),
+        ("another id", (2, 3), 70, [1, 0, 0]),
+        ("not written", (2, 0), -1, [1, 0, 1]),
+        ("a guard", (1, columns), 3, [0, 1, 0]),
+    ):
+        got, result = equal.clone(), torch.zeros(4, dtype=torch.int32)
+        got[place] = value
+        kernels.compare[(rows + 2,)](got, equal, result, rows, columns, stride, 1, 0.0, 0.0, BLOCK=_BLOCK)
+        found = result[[0, 1, 3]].tolist()
+        yield f"compare integers, {name}", None if found == counts else f"{found}, expected {counts}"
+
+
 def comparisons(dtype: torch.dtype) -> Iterator[tuple[str, str | None]]:
     """Counts of what was done to one of two equal outputs, guards included."""
     rows, columns, stride = 3, _BLOCK + 5, _BLOCK + 32
@@ -126,10 +145,9 @@ def comparisons(dtype: torch.dtype) -> Iterator[tuple[str, str | None]]:
 def main() -> None:
     torch.set_num_threads(1)
     teach_bfloat16()
-    for dtype in (torch.float32, torch.bfloat16):
-        for look in (fills, cache, comparisons):
-            for what, problem in look(dtype):
-                sys.stdout.write(json.dumps({"what": what, "problem": problem}) + "\n")
+    looks = [look(dtype) for dtype in (torch.float32, torch.bfloat16) for look in (fills, cache, comparisons)]
+    for what, problem in itertools.chain(*looks, compare_integers()):
+        sys.stdout.write(json.dumps({"what": what, "problem": problem}) + "\n")
 
 
 if __name__ == "__main__":

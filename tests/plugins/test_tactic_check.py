@@ -22,13 +22,13 @@ def test_the_kernels_do_what_numpy_does() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 * (1 + 2 + 8 + 3) + 1
+    assert len(rows) == 2 * (1 + 2 + 8 + 3) + 4 + 1
     assert not [r for r in rows if r["problem"] is not None]
 
 
 def test_tools_fit_their_kernels() -> None:
     specs = dict(tool_specs(["float32", "bfloat16"]))
-    assert len(specs) == 4 * 2 + 1
+    assert len(specs) == 4 * 2 + 1 + 1
     for spec in specs.values():
         assert [*(name for name, _ in spec.signature), *spec.constants] == kernel_function(spec).arg_names
     assert tool_name("compare", "bfloat16") in specs
