@@ -165,10 +165,10 @@ def short_us(running: int, waiting: int, rounds: int, *, reuse: bool) -> list[fl
     results = []
     for _ in range(rounds):
         bench = Bench(running, waiting, capacity=CapacityPolicy.MAX_UTILIZATION, shared=reuse)
-        pool = bench.loop.kv_cache.pool
+        kv_cache = bench.loop.kv_cache
 
-        def take_all(pool: Any = pool) -> None:
-            pool.allocate(pool.num_free)
+        def take_all(kv_cache: Any = kv_cache) -> None:
+            kv_cache._cache.allocate(kv_cache.num_free)  # what paused requests left to the cache, too
 
         results += planning_us(bench, 1, take_all)[:1]
         assert bench.loop.stats().pauses > 0
