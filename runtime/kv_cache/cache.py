@@ -112,10 +112,12 @@ class KvCache:
             rows = np.repeat(np.arange(len(slots)), shared)
             places = np.arange(len(rows)) - np.repeat(np.cumsum(shared) - shared, shared)
             pages = self.tables[slots[rows], places]
-            found, first, owners = np.unique(pages, return_index=True, return_counts=True)
-            all_of_them = owners == self.pool.reference_counts[found]
+            ordered = pages[turn := pages.argsort(kind="stable")]
+            begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+            owners = np.diff(begins, append=len(ordered))
+            all_of_them = owners == self.pool.reference_counts[ordered[begins]]
             returning -= shared
-            np.add.at(returning, rows[first[all_of_them]], 1)
+            returning += np.bincount(rows[turn[begins[all_of_them]]], minlength=len(slots)).astype(np.int32)
         return returning
 
     def _num_shared(self, slots: np.ndarray) -> np.ndarray:
