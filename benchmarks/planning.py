@@ -14,7 +14,8 @@ tells how busy they were: see record.py):
 - reuse: churn with the prefix cache on, prompts that share nothing, and a pool full of pages of requests
   that have ended, so that every new page evicts one; and reuse_turn, the whole turn, in which an ended
   request leaves its pages to the cache;
-- short: MAX_UTILIZATION without a free page, so that every step pauses the newest.
+- short: MAX_UTILIZATION without a free page, so that every step pauses the newest; and short_shared, where
+  all of them share a prompt of four pages.
 
 The loop and the schedulers are the real ones; the executor does nothing (runtime/simulator). Time of a step
 is that of `EngineLoop.step` up to the packing of its inputs.
@@ -70,6 +71,7 @@ class Bench:
         chunking: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         in_context: int = 0,
         reuse: bool = False,
+        shared: bool = False,
     ) -> None:
         limits = Limits(running, 4 * running, 65_536, PER_PAGE)
         options = SchedulerOptions(
@@ -81,7 +83,7 @@ class Bench:
         )
         pages = 200 * running if reuse else 1 << 20
         executor = ScriptedExecutor(limits, pages)
-        cache = PrefixCacheOptions(enable_prefix_reuse=reuse)
+        cache = PrefixCacheOptions(enable_prefix_reuse=reuse or shared)
         self.loop: EngineLoop = new_loop(executor, options, cache_options=cache)
         self._reuse = reuse
         self._made = 0
@@ -89,8 +91,13 @@ class Bench:
             self.add(60_000, 1)
             while self.loop.step():
                 pass
+        prefix = 4 * PER_PAGE if shared else 0
+        if shared:  # so that the others find it
+            self.add(prefix + 1, 1)
+            while self.loop.step():
+                pass
         for i in range(running):
-            self.add(60_000 if i < in_context else 1 + i % PER_PAGE)
+            self.add(60_000 if i < in_context else prefix + 1 + i % PER_PAGE)
         while not self._settled(running - in_context):
             self.loop.step()
         for _ in range(waiting):
@@ -153,15 +160,15 @@ def turn_us(bench: Bench, rounds: int, before: Callable[[], None]) -> list[float
     return [round(statistics.median(results), 1), round(min(results), 1)]
 
 
-def short_us(running: int, waiting: int, rounds: int) -> list[float]:
+def short_us(running: int, waiting: int, rounds: int, *, reuse: bool) -> list[float]:
     """Every step finds the pool one page short of what its rows need."""
     results = []
     for _ in range(rounds):
-        bench = Bench(running, waiting, capacity=CapacityPolicy.MAX_UTILIZATION)
-        pool = bench.loop.kv_cache.pool
+        bench = Bench(running, waiting, capacity=CapacityPolicy.MAX_UTILIZATION, shared=reuse)
+        kv_cache = bench.loop.kv_cache
 
-        def take_all(pool: Any = pool) -> None:
-            pool.allocate(pool.num_free)
+        def take_all(kv_cache: Any = kv_cache) -> None:
+            kv_cache._cache.allocate(kv_cache.num_free)  # what paused requests left to the cache, too
 
         results += planning_us(bench, 1, take_all)[:1]
         assert bench.loop.stats().pauses > 0
@@ -181,7 +188,8 @@ def measure(running: int, waiting: int, rounds: int) -> dict[str, Any]:
     row["reuse_us"] = planning_us(bench, rounds, bench.churn)
     row["reuse_turn_us"] = turn_us(bench, rounds, bench.churn)
     assert bench.loop.kv_cache.stats().evicted_pages > 0
-    row["short_us"] = short_us(running, waiting, rounds)
+    row["short_us"] = short_us(running, waiting, rounds, reuse=False)
+    row["short_shared_us"] = short_us(running, waiting, rounds, reuse=True)
     return row
 
 

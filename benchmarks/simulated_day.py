@@ -94,7 +94,7 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
 
 
 def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
-    """Notes seconds, resident MiB and the most so far of a process, every few seconds until it ends."""
+    """Notes seconds, resident MiB and the most so far of a process whenever they have changed, until it ends."""
     status = Path(f"/proc/{pid}/status")
     while True:
         time.sleep(_WATCH_SECONDS)
@@ -104,7 +104,8 @@ def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
             resident, peak = (round(int(words[name].split()[0]) / 1024, 1) for name in ("VmRSS", "VmHWM"))
         except (OSError, KeyError):  # it has ended
             return
-        curve.append([round(time.perf_counter() - start), resident, peak])
+        if not curve or curve[-1][1:] != [resident, peak]:
+            curve.append([round(time.perf_counter() - start), resident, peak])
 
 
 def main() -> None:

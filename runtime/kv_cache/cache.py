@@ -7,7 +7,6 @@ Misuse raises RuntimeError, because it is a fault of the runtime and never of a 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 
@@ -108,22 +107,28 @@ class KvCache:
         returning: np.ndarray = self._pages.num_used[slots].copy()
         if not self.options.enable_prefix_reuse:
             return returning
-        shared = np.array([self._num_shared(slot) for slot in slots.tolist()], np.int32)
+        shared = self._num_shared(slots)
         if shared.any():
             rows = np.repeat(np.arange(len(slots)), shared)
-            pages = np.concatenate(
-                [self.tables[slot, :n] for slot, n in zip(slots.tolist(), shared.tolist(), strict=True)]
-            )
-            found, first, owners = np.unique(pages, return_index=True, return_counts=True)
-            all_of_them = owners == [self.pool.references(page) for page in found.tolist()]
+            places = np.arange(len(rows)) - np.repeat(np.cumsum(shared) - shared, shared)
+            pages = self.tables[slots[rows], places]
+            ordered = pages[turn := pages.argsort(kind="stable")]
+            begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+            owners = np.diff(begins, append=len(ordered))
+            all_of_them = owners == self.pool.reference_counts[ordered[begins]]
             returning -= shared
-            np.add.at(returning, rows[first[all_of_them]], 1)
+            returning += np.bincount(rows[turn[begins[all_of_them]]], minlength=len(slots)).astype(np.int32)
         return returning
 
-    def _num_shared(self, slot: int) -> int:
-        """Pages of the slot that others hold, too: whoever holds a page holds those before it."""
-        pages = self._pages.pages_of(slot)
-        return bisect_left(pages, True, key=lambda page: self.pool.references(page) == 1)
+    def _num_shared(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages of each slot that others hold, too. Whoever holds a page holds those before it, so
+        that they are the first ones, and halving finds how many; for all slots at once."""
+        low, high = np.zeros(len(slots), np.int32), self._pages.num_used[slots].copy()
+        while (open_ := low < high).any():
+            middle = (low + high) // 2  # of a page that exists, where the search is open
+            is_shared = open_ & (self.pool.reference_counts[self.tables[slots, middle * open_]] > 1)
+            low, high = np.where(is_shared, middle + 1, low), np.where(open_ & ~is_shared, middle, high)
+        return low
 
     @property
     def retired_pages(self) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+
+import numpy as np
 
 
 class PagePool:
@@ -12,12 +15,18 @@ class PagePool:
     it is free, or idle when the prefix cache keeps it: an idle page holds something that may be wanted
     again and is given up (`drop`) when nothing else is left. The page freed last is handed out first,
     so that a small load stays in a few warm pages and a run is reproducible.
+
+    Attributes:
+        reference_counts: int32 [num_pages], to read.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._references = [0] * num_pages
+        # Python counts one by one, and NumPy reads many: an array of the former is a view of the latter.
+        self._references = array("i", bytes(4 * num_pages))
+        self.reference_counts = np.frombuffer(self._references, np.intc)
+        self.reference_counts.flags.writeable = False
         self._kept = bytearray(num_pages)  # 1: the prefix cache knows what it holds
         self._num_idle = 0
 

@@ -37,7 +37,9 @@ def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, draining
     need[plan.slots] = kv_cache.missing_pages(plan.slots, plan.ends)
     # Who is about to end brings its pages back without being paused.
     ending = running.planned_tokens(order) >= running.max_tokens[order]
-    leaving = np.union1d(draining, order[ending])
+    going = np.zeros(len(running.planned), bool)
+    going[draining] = going[order[ending]] = True
+    leaving = np.flatnonzero(going)
     candidates = order[~ending]
     # In the order of leaving from behind: a page that is shared comes back with the last who holds it.
     returning = kv_cache.returning_pages(np.concatenate([candidates, leaving])).astype(np.int64)

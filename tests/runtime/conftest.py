@@ -195,11 +195,9 @@ class FakeExecutor:
                 used = int(step.kv_lens[b])
                 pages = step.page_table[b, : -(-used // per_page)]
                 computed_by, ids = np.divmod(self.pool[pages].ravel()[:used], VOCAB_SPAN)
-                # What a failed step has not written is of nobody's weights.
-                assert not ((computed_by >= 0) & (computed_by != self.weights)).any(), (
-                    "other weights' K and V"
-                )
-                tokens = np.where(computed_by < 0, -1, ids).tolist()
+                # K and V of other weights give other ids. No assertion: what a surplus row reads after a step
+                # that failed may be anything.
+                tokens = np.where(computed_by == self.weights, ids, -1).tolist()
                 sampled[slot] = (self.script(tokens), not self.nan_when(tokens))
                 self.last_ids[slot] = sampled[slot][0]
         ordered = [sampled[slot] for slot in step.row_slots.tolist()]
