@@ -38,19 +38,19 @@ def index_problems(index: EngineSetIndex, index_format: str, version: int) -> li
     for i, entry in enumerate(index.engines):
         problems += _engine_problems(entry, f"engines[{i}] {entry.file!r}")
     known, used = {w.file for w in index.weights}, {name for e in index.engines for name in e.weights}
-    for i, weights in enumerate(index.weights):
-        where = f"weights[{i}] {weights.file!r}"
-        problems += _file_problems(weights.file, weights.size_bytes, weights.sha256, where)
-        if weights.file not in used:
+    for i, shared in enumerate(index.weights):
+        where = f"weights[{i}] {shared.file!r}"
+        problems += _file_problems(shared.file, shared.size_bytes, shared.sha256, where)
+        if shared.file not in used:
             problems.append(f"{where} belongs to no engine")
     for name in sorted(used - known):
         owners = ", ".join(e.file for e in index.engines if name in e.weights)
         problems.append(f"{owners}: needs {name!r}, which is not among the weights")
     # Case is folded: not every file system tells `A.engine` from `a.engine`.
-    counts = Counter(entry.file.lower() for entry in (*index.engines, *index.weights))
+    engines, weights = [e.file for e in index.engines], [w.file for w in index.weights]
+    counts = Counter(name.lower() for name in (*engines, *weights))
     problems += [f"file {name!r} is listed {n} times" for name, n in sorted(counts.items()) if n > 1]
-    for what, entries in (("engines", index.engines), ("weights", index.weights)):
-        names = [entry.file for entry in entries]
+    for what, names in (("engines", engines), ("weights", weights)):
         if names != sorted(names):
             problems.append(f"{what} are not sorted by file name")
     return problems
