@@ -38,8 +38,9 @@ def chooses_engine(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def chosen_engine(engine: str, target: str | None, precision: str | None) -> Iterator[Path]:
-    """See `runtime.engine_set.resolve.resolved_engine`; tells on stderr what is being fetched."""
-    from tapeout.runtime.engine_set.resolve import is_url, resolved_engine
+    """See `runtime.resolve_engine.resolved_engine`; tells on stderr what is being fetched."""
+    from tapeout.runtime.resolve_engine import resolved_engine
+    from tapeout.runtime.store.address import is_url
 
     if not is_url(engine):
         with resolved_engine(engine, target=target, precision=precision) as path:

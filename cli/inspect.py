@@ -46,20 +46,32 @@ def command(
     tapeout inspect sets/smollm2
     tapeout inspect sets/smollm2 --target cuda:h200
     """
+    from tapeout.runtime.store.address import is_url
+
     standard_output()
     one = target is not None or precision is not None or with_records or onnx is not None
-    if not one and Path(engine).is_dir():
-        _show_set(Path(engine), as_json, verify)
+    if not one and (is_url(engine) or Path(engine).is_dir()):
+        _show_set(engine, as_json, verify)
         return
     with chosen_engine(engine, target, precision) as path:
         _show_engine(path, as_json, with_records, verify, onnx)
 
 
-def _show_set(directory: Path, as_json: bool, verify: bool) -> None:
-    from tapeout.cli.set_view import describe_set, render_set
+def _show_set(engines: str, as_json: bool, verify: bool) -> None:
+    from tapeout.cli.set_view import describe_set, describe_stored, render_set
     from tapeout.runtime.engine_set.directory import open_engine_set
+    from tapeout.runtime.store.address import is_url, parse_address
+    from tapeout.runtime.store.remote import open_store
 
-    description = describe_set(open_engine_set(directory), verify=verify)
+    if is_url(engines):
+        if verify:
+            raise click.UsageError(
+                "--verify reads files that are here; `tapeout pull` checks what it fetches."
+            )
+        address = parse_address(engines)
+        description = describe_stored(open_store(address).read_set().index, address.text())
+    else:
+        description = describe_set(open_engine_set(Path(engines)), verify=verify)
     with writing():
         click.echo(json.dumps(description, indent=2) if as_json else render_set(description))
 

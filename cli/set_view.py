@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tapeout.cli.format import human_bytes, table
@@ -10,45 +12,70 @@ from tapeout.plugins.errors import TapeoutError
 
 if TYPE_CHECKING:
     from tapeout.runtime.engine_set.directory import EngineSet
+    from tapeout.runtime.engine_set.index import EngineEntry, EngineSetIndex
 
 
 def describe_set(engines: EngineSet, *, verify: bool) -> dict[str, Any]:
-    """Everything `inspect` shows of a set, as JSON data.
+    """Everything `inspect` shows of a set in a directory, as JSON data.
 
     `machine` is this one; `chosen` the file that it runs, or None with the reason in `why_not`. Of a set
     without an index, `model` and `versions` are empty, and so is the SHA-256 of an engine.
     """
-    from tapeout.runtime.engine_set.choose import has_gpu_engines
-    from tapeout.runtime.engine_set.machine import this_machine
+    from tapeout.runtime.engine_set.index import WeightsEntry
     from tapeout.runtime.engine_set.verify import verify_set
 
     if verify:
         verify_set(engines)
-    machine = this_machine(look_for_gpu=has_gpu_engines(engines.engines))
-    chosen, why_not = None, None
-    try:
-        chosen = engines.choose(machine=machine).file
-    except TapeoutError as error:
-        why_not = error.message.splitlines()[0].rstrip(":")
     index = engines.index
-    names = {name for entry in engines.engines for name in entry.weights}
-    weights: list[dict[str, Any]] = (
-        [asdict(entry) for entry in index.weights]
-        if index is not None
-        else [{"file": name, "size_bytes": _size(engines, name), "sha256": ""} for name in sorted(names)]
-    )
+    names = sorted({name for entry in engines.engines for name in entry.weights})
     return {
-        "set": str(engines.directory),
+        **_choice(engines.engines, str(engines.directory)),
         "indexed": index is not None,
         "verified": verify,
         "model": "" if index is None else index.model,
         "source": engines.source,
         "versions": {} if index is None else dict(index.versions),
+        "weights": [
+            asdict(entry) | {"present": (engines.directory / entry.file).is_file()}
+            for entry in (
+                index.weights
+                if index is not None
+                else [WeightsEntry(name, _size(engines.directory / name), "") for name in names]
+            )
+        ],
+    }
+
+
+def describe_stored(index: EngineSetIndex, where: str) -> dict[str, Any]:
+    """The same of a set in a store, of which nothing but the index has been read."""
+    return {
+        **_choice(index.engines, where),
+        "indexed": True,
+        "verified": False,
+        "model": index.model,
+        "source": index.source,
+        "versions": dict(index.versions),
+        "weights": [asdict(entry) | {"present": True} for entry in index.weights],
+    }
+
+
+def _choice(entries: Sequence[EngineEntry], where: str) -> dict[str, Any]:
+    """The engines of a set, this machine, and which of them it runs."""
+    from tapeout.runtime.engine_set.choose import choose_engine, has_gpu_engines
+    from tapeout.runtime.engine_set.machine import this_machine
+
+    machine = this_machine(look_for_gpu=has_gpu_engines(entries))
+    chosen, why_not = None, None
+    try:
+        chosen = choose_engine(entries, machine, where).file
+    except TapeoutError as error:
+        why_not = error.message.splitlines()[0].rstrip(":")
+    return {
+        "set": where,
         "machine": machine.text(),
         "chosen": chosen,
         "why_not": why_not,
-        "engines": [asdict(entry) | {"versions": dict(entry.versions)} for entry in engines.engines],
-        "weights": [entry | {"present": (engines.directory / entry["file"]).is_file()} for entry in weights],
+        "engines": [asdict(entry) | {"versions": dict(entry.versions)} for entry in entries],
     }
 
 
@@ -105,6 +132,5 @@ def _weight_lines(weights: list[dict[str, Any]]) -> list[str]:
     return ["shared weights", table(rows)] if rows else []
 
 
-def _size(engines: EngineSet, name: str) -> int:
-    path = engines.directory / name
+def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0

@@ -50,7 +50,7 @@ def command(
     if dummy is not None and revision is not None:
         raise click.UsageError("--revision belongs to MODEL: random weights have none.")
     try:
-        from tapeout.runtime.engine_set.resolve import weight_owners
+        from tapeout.runtime.resolve_engine import weight_owners
 
         for owner in weight_owners(engine, target=target, precision=precision):
             if model is None:

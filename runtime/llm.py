@@ -18,7 +18,6 @@ from tapeout.plugins.sample.params import SamplingParams, shown, unsupported_gen
 from tapeout.runtime.cache_control import PrefixCacheControl
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine, open_engine
-from tapeout.runtime.engine_set.resolve import resolved_engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list, with_cache_options
 from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions, RequestCache
@@ -28,6 +27,7 @@ from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
 from tapeout.runtime.observe import LoopStats
 from tapeout.runtime.output import RequestOutput
+from tapeout.runtime.resolve_engine import resolved_engine
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Request, RequestTimes

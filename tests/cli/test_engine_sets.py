@@ -216,7 +216,7 @@ def test_inspect_verifies_every_file_of_a_set(tmp_path: Path, write_engine: Writ
 def test_weights_are_written_once_for_all_engines_that_share_them(
     tmp_path: Path, write_engine: Write
 ) -> None:
-    from tapeout.runtime.engine_set.resolve import weight_owners
+    from tapeout.runtime.resolve_engine import weight_owners
 
     folder = make_set(tmp_path / "alphabet", write_engine)
     arm, _ = describe_engine(write_engine(folder / "arm.engine", shared=True, target="cpu:aarch64"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +10,7 @@ from pathlib import Path
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.engine_set.choose import asked_for, listing
 from tapeout.runtime.engine_set.directory import open_engine_set
-
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-
-
-def is_url(engine: str | os.PathLike[str]) -> bool:
-    """Whether a user means a set in a store, `s3://bucket/sets/model`, and no path."""
-    return _URL.match(os.fspath(engine)) is not None
+from tapeout.runtime.store.address import is_url, parse_address
 
 
 @contextmanager
@@ -40,15 +33,37 @@ def resolved_engine(
         UsageError: nothing is there, a file was given together with a choice, or the choice is not clear.
         EngineError: the set is damaged, or has nothing for this machine.
     """
-    if is_url(engine):
-        raise UsageError(f"{engine}: stores are not supported yet")
+    if is_url(os.fspath(engine)):
+        with _fetched(os.fspath(engine), target, precision, progress) as path:
+            yield path
+        return
     path = Path(engine)
     if not _is_directory(path):
         _check_no_choice(path, target, precision)
         yield path
         return
     engines = open_engine_set(path)
-    yield engines.path_of(engines.choose(target=target, precision=precision))
+    path = engines.path_of(engines.choose(target=target, precision=precision))
+    if path.is_symlink():
+        from tapeout.runtime.store.cache import touch_cached
+
+        touch_cached(path)
+    yield path
+
+
+@contextmanager
+def _fetched(
+    url: str, target: str | None, precision: str | None, progress: Callable[[str], None] | None
+) -> Iterator[Path]:
+    from tapeout.runtime.store.cache import Cache
+    from tapeout.runtime.store.options import cache_limit, cache_root
+    from tapeout.runtime.store.pull import Wanted, pulled_into_cache
+    from tapeout.runtime.store.transfer import silent
+
+    wanted = Wanted(target, precision, one=True)
+    cache = Cache(cache_root(), cache_limit())
+    with pulled_into_cache(parse_address(url), cache, wanted, progress or silent) as pulled:
+        yield pulled.paths[0]
 
 
 def weight_owners(
