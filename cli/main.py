@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "tapeout.cli.explain",
     "inspect": "tapeout.cli.inspect",
     "weights": "tapeout.cli.weights",
+    "refit": "tapeout.cli.refit",
     "time": "tapeout.cli.time",
     "push": "tapeout.cli.push",
     "pull": "tapeout.cli.pull",
@@ -66,6 +67,7 @@ def cli(log_level: str) -> None:
     tapeout explain TRACE         what was scheduled in a run, and why
     tapeout inspect FILE          what an engine holds
     tapeout weights FILE          the weight file of an engine that shares it
+    tapeout refit FILE            the weights of a fine-tune in an engine
     tapeout time FILE -o CACHE    time the tactics of a pack on a GPU
     tapeout push DIR URL          an engine set into a store
     tapeout pull URL              engines of a set out of a store
