@@ -79,7 +79,8 @@ def differing_config(built: SourceFacts, found: SourceFacts) -> list[str]:
         else:
             same = now in (was, built.resolved.get(key, _MISSING))
         if not same:
-            lines.append(f"{key} is {_shown(now)}, the engine was built with {_shown(was)}")
+            before = "without it" if was is _MISSING else f"with {shown(was)}"
+            lines.append(f"{key} is {_shown(now)}, the engine was built {before}")
     return lines
 
 
@@ -94,7 +95,8 @@ def differing_text(built: SourceFacts, found: SourceFacts) -> list[str]:
         if any(isinstance(v, str) and v.startswith("sha256:") for v in (was, now)):
             lines.append(f"{key} is another one" if _MISSING not in (was, now) else f"{key}: {_there(was)}")
         else:
-            lines.append(f"{key} is {_shown(now)}, the engine has {_shown(was)}")
+            before = "none" if was is _MISSING else shown(was)
+            lines.append(f"{key} is {_shown(now)}, the engine has {before}")
     return lines
 
 
