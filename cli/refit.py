@@ -25,8 +25,8 @@ _EXTRAS = {"ml_dtypes": "weights", "gguf": "weights,gguf"}
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The engine to write. [default: ENGINE's name with .refit]",
+    metavar="PATH",
+    help="The engine to write, for an engine set its new directory. [default: ENGINE's name with .refit]",
 )
 @click.option(
     "--keep-text",
@@ -41,16 +41,23 @@ def command(engine: Path, model: str, output: Path | None, keep_text: bool, revi
 
     Refused are a config that changes anything of the graph, tensors that are missing, extra, of another
     shape or type, weights that are not finite, and an engine whose first step gives no sound logits. That
-    step needs the machine ENGINE is for; elsewhere the engine says that it was not verified.
+    step needs the machine ENGINE is for; elsewhere the engine says that it was not verified. Of an engine
+    set, all engines are refitted, and weights that they share are made once.
 
     \b
     tapeout refit smollm2.engine --weights ./my-finetune -o mine.engine
+    tapeout refit sets/smollm2 --weights ./my-finetune -o sets/mine
     """
     from tapeout.plugins.errors import UsageError
 
-    target = output or engine.with_name(f"{engine.stem}.refit{engine.suffix}")
-    check_output(target, "--output", inputs=[engine])
     try:
+        if engine.is_dir():
+            if output is None:
+                raise click.UsageError("ENGINE is an engine set: give --output DIR, a new directory.")
+            _refit_set(engine, model, output, keep_text, revision)
+            return
+        target = output or engine.with_name(f"{engine.stem}.refit{engine.suffix}")
+        check_output(target, "--output", inputs=[engine])
         _refit(engine, model, target, keep_text, revision)
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
@@ -82,3 +89,24 @@ def _refit(engine: Path, model: str, output: Path, keep_text: bool, revision: st
     click.echo(f"weights: {done.checkpoint}")
     click.echo(f"built from: {done.built_from}")
     click.echo(f"outputs: {done.ran.text}")
+
+
+def _refit_set(engines: Path, model: str, output: Path, keep_text: bool, revision: str | None) -> None:
+    from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.refit_set import refit_set
+
+    with choose_progress(silent=False).stage("refit", model) as stage:
+        done = refit_set(
+            engines,
+            model,
+            output,
+            revision=revision,
+            keep_text=keep_text,
+            progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+        )
+        stage.update(f"{len(done.engines)} engines")
+    for line in sorted({line for refitted in done.engines.values() for line in refitted.kept_text}):
+        click.echo(f"warning: the engines' text was kept: {line}", err=True)
+    for name, refitted in done.engines.items():
+        click.echo(f"{output / name}  outputs: {refitted.ran.text}")
+    click.echo(str(output))

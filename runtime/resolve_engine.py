@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from pathlib import Path
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.engine_set.choose import asked_for, listing
 from tapeout.runtime.engine_set.directory import open_engine_set
-from tapeout.runtime.store.address import is_url, parse_address
+from tapeout.runtime.store.address import is_url, parse_address, shown_url
+
+logger = logging.getLogger("tapeout")
 
 
 @contextmanager
@@ -62,6 +65,7 @@ def _fetched(
 
     wanted = Wanted(target, precision, one=True)
     cache = Cache(cache_root(), cache_limit())
+    logger.info("%s: its engine for this machine is fetched unless it is in %s", shown_url(url), cache.root)
     with pulled_into_cache(parse_address(url), cache, wanted, progress or silent) as pulled:
         yield pulled.paths[0]
 

@@ -26,6 +26,7 @@ from tapeout.model_defs.source_facts import SourceFacts, differing_config, diffe
 from tapeout.plugins.errors import EngineIncompatibleError, TapeoutError, UsageError
 from tapeout.runtime import LLM, SamplingParams
 from tapeout.runtime.engine import open_engine
+from tapeout.runtime.engine_set import load_index
 
 SINGLE = "model.safetensors"
 Tensors = dict[str, np.ndarray]
@@ -114,7 +115,7 @@ def test_an_engine_has_the_weights_that_a_build_gives_it(built: Path, tmp_path: 
         }
         assert new.manifest.parity == {"verdict": "refit", "outputs": "finite and not zero"}
     shown = invoke("inspect", out).stdout
-    assert "refit" in shown
+    assert "built from" in shown
     assert "finite and not zero" in shown
 
 
@@ -151,6 +152,29 @@ def test_an_engine_for_a_gpu_that_shares_its_weights(
         assert opened.manifest.weights["file"] == new.name
     again = refit(engine, str(built / "tuned"), tmp_path / "second.engine")
     assert again.weights_reused
+
+
+@pytest.mark.usefixtures("unrun")
+def test_a_set_shares_its_new_weights(built: Path, options: Callable[..., Any], tmp_path: Path) -> None:
+    old, new = tmp_path / "tiny", tmp_path / "mine"
+    old.mkdir()
+    for target in ("cpu", "cuda:sm_90"):
+        shared = options(target=target, dtype="bfloat16", weights="shared", tokens_per_page=16, verify=False)
+        build(str(built / "base"), old / f"{target.removeprefix('cuda:')}.engine", shared)
+    args = ("refit", old, "--weights", built / "tuned")
+    refused_here = invoke(*args)
+    assert refused_here.exit_code == 2
+    assert "give --output DIR" in refused_here.stderr
+    result = invoke(*args, "-o", new)
+    assert result.exit_code == 0, result.stderr
+    index = load_index(new)
+    assert (index.model, [e.file for e in index.engines]) == ("mine", ["cpu.engine", "sm_90.engine"])
+    (weights,) = index.weights
+    assert (new / weights.file).stat().st_size == weights.size_bytes
+    assert invoke("inspect", new, "--verify").exit_code == 0
+    full = invoke(*args, "-o", new)
+    assert full.exit_code == 2
+    assert "is not empty" in full.stderr
 
 
 def test_without_its_gpu_an_engine_says_that_it_was_not_verified(
