@@ -2,9 +2,9 @@
 
     python benchmarks/refit_cpu.py --engine FILE --model FILE.gguf [--rounds 3]
 
-The fine-tune is the .gguf file the engine was built from, with the bytes of one matrix's blocks exchanged. Every
-round is a new process and writes to files that were not there, so nothing is reused; `wall_s` is from its start to
-its end, `cpu_s` the processor time of it and of the process that runs a step.
+The fine-tune is the .gguf file the engine was built from, with the bytes of one matrix's blocks exchanged.
+Every round is a new process and writes to files that were not there, so nothing is reused; `wall_s` is from
+its start to its end, `cpu_s` the processor time of it and of the process that runs a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CODE = "from tapeout.cli.main import main; main()"
 
 
 def fine_tune(model: Path, path: Path) -> None:
-    """A copy of a GGUF file in which the blocks of one matrix are rotated: all values valid, none in place."""
+    """A copy of a GGUF file in which the blocks of one matrix are rotated: valid values in other places."""
     shutil.copy(model, path)
     tensor = next(t for name, t in read_gguf(model).tensors.items() if name.endswith("ffn_up.weight"))
     block = tensor.nbytes // 64 // 20 * 20  # whole Q4_1 blocks of 20 bytes
