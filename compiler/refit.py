@@ -16,7 +16,7 @@ from typing import Any
 from tapeout.compiler.engine_writer import StagedEngine, stage_engine
 from tapeout.compiler.pending_file import Progress
 from tapeout.compiler.recipe_book import RECIPES_TEXT, RecipeBook, book_text, recipe_book, source_facts
-from tapeout.compiler.refit_check import Ran, run_a_step, weight_problems
+from tapeout.compiler.refit_check import FirstStep, Ran, weight_problems
 from tapeout.model_defs.check_checkpoint import MAX_LISTED
 from tapeout.model_defs.checkpoint_form import open_form
 from tapeout.model_defs.resolve import locate_model
@@ -84,16 +84,20 @@ def refit(
         checkpoint, problems = open_form(location, book.form, book.tensors, book.unused)
         if problems:
             raise _other_tensors(location, engine_path, problems)
-        with _staged(engine, book, checkpoint, output, progress) as (staged, manifest):
+        with (
+            FirstStep(engine.manifest.target) as step,
+            _staged(engine, book, checkpoint, output, progress) as (staged, manifest),
+        ):
             try:
                 _check_weights(staged.path, location)
-                ran = run_a_step(staged.path)
+                ran = step.run(staged.path, output)
             except BaseException:
                 if not staged.result.shared_reused:
                     for path in staged.result.paths[1:]:
                         path.unlink(missing_ok=True)
                 raise
-            parity = {"verdict": "refit", "outputs": ran.text}
+            # Not the reason, if it could not run: that is about this machine.
+            parity = {"verdict": "refit", "outputs": ran.text if ran.verified else "not verified"}
             result = staged.commit(replace(manifest, parity=parity))
         return Refitted(
             result.paths,

@@ -4,6 +4,7 @@ own: that may need torch, and what it does with bad weights must not end this on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -71,36 +72,57 @@ def _pieces(data: memoryview) -> Iterator[np.ndarray]:
         yield whole[at : at + _PIECE_BYTES]
 
 
-def run_a_step(path: Path) -> Ran:
-    """Run a few tokens through an engine in a new process.
+class FirstStep:
+    """A process that will run a few tokens through an engine; it loads what it needs while weights are made.
 
-    Raises TapeoutError when its logits are not sound, or the process ends in a way of its own.
+    As a context manager: the process ends with the block, whatever happens.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _BOOT, str(path)],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
+
+    def __init__(self, target: str) -> None:
+        self._command = [sys.executable, "-c", _BOOT, target]
+
+    def __enter__(self) -> FirstStep:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        told = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        raise TapeoutError(f"the engine's first step did not end as it should: {error}") from None
-    if told is None:
-        last = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise TapeoutError(f"the process of the engine's first step ended with {done.returncode}:\n{last}")
-    if "problem" in told:
-        raise TapeoutError(
-            told["problem"], hint="the checkpoint is damaged, or overflows in the engine's dtype"
-        )
-    return Ran(told["verified"], told["text"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def run(self, path: Path, name: Path) -> Ran:
+        """Run the engine at `path`, which messages call `name`.
+
+        Raises TapeoutError when its logits are not sound, or the process ends in a way of its own.
+        """
+        try:
+            stdout, stderr = self._process.communicate(json.dumps(str(path)), timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise TapeoutError(f"the engine's first step took more than {_SECONDS} s") from None
+        try:
+            told = json.loads(stdout.splitlines()[-1])
+        except (ValueError, IndexError):
+            last = "\n".join(stderr.strip().splitlines()[-5:])
+            raise TapeoutError(
+                f"the process of the engine's first step ended with {self._process.returncode}:\n{last}"
+            ) from None
+        if "problem" in told:
+            hint = "the checkpoint is damaged, or overflows in the engine's dtype"
+            raise TapeoutError(told["problem"], hint=hint)
+        return Ran(told["verified"], told["text"].replace(str(path), str(name)))
 
 
-def main(path: str) -> None:
-    """The process: prints a line of JSON, either {"problem"} or {"verified", "text"}."""
+def main(target: str) -> None:
+    """The process: reads an engine's path, as JSON, and prints a line of JSON, either {"problem"} or
+    {"verified", "text"}."""
+    if target.startswith("cpu:"):
+        with contextlib.suppress(ImportError):  # whoever runs the step tells
+            import tapeout.runtime.executors.cpu  # noqa: F401
+    path = Path(json.loads(sys.stdin.read()))
     try:
-        told = {"verified": True, "text": "finite and not zero"} | _step(Path(path))
+        told = {"verified": True, "text": "finite and not zero"} | _step(path)
     except (EngineIncompatibleError, UsageError, CapacityError) as error:
         told = {"verified": False, "text": f"not verified here: {error.message.splitlines()[0]}"}
     sys.stdout.write(json.dumps(told) + "\n")
