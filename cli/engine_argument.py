@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def chooses_engine(command: Callable[..., Any]) -> Callable[..., Any]:
 def chosen_engine(engine: str, target: str | None, precision: str | None) -> Iterator[Path]:
     """See `runtime.resolve_engine.resolved_engine`; tells on stderr what is being fetched."""
     from tapeout.runtime.resolve_engine import resolved_engine
-    from tapeout.runtime.store.address import is_url
+    from tapeout.runtime.store.address import is_url, shown_url
 
     if not is_url(engine):
         with resolved_engine(engine, target=target, precision=precision) as path:
@@ -48,10 +48,8 @@ def chosen_engine(engine: str, target: str | None, precision: str | None) -> Ite
         return
     from tapeout.cli.progress import choose_progress
 
-    with choose_progress(silent=False).stage("fetch", engine) as stage:
-        resolved = resolved_engine(engine, target=target, precision=precision, progress=stage.update)
-        path = resolved.__enter__()
-    try:
+    with ExitStack() as stack:
+        with choose_progress(silent=False).stage("fetch", shown_url(engine)) as stage:
+            resolved = resolved_engine(engine, target=target, precision=precision, progress=stage.update)
+            path = stack.enter_context(resolved)
         yield path
-    finally:
-        resolved.__exit__(None, None, None)

@@ -6,14 +6,14 @@ import contextlib
 import fcntl
 
 
-def mark_in_use(fd: int) -> None:
+def mark_in_use(fd: int, *, wait: bool = False) -> None:
     """Share-lock an open file until it is closed.
 
-    Nothing waits for this lock: file systems without locks, and files whose writer still holds its own,
-    go without.
+    Without `wait` a file goes without that its writer still holds, or somebody who is about to remove it; on
+    file systems without locks all of them do.
     """
     with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | (0 if wait else fcntl.LOCK_NB))
 
 
 def lock_unused(fd: int) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
 
 from tapeout.plugins.errors import UsageError
 
 LATEST = "latest"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_PASSWORD = re.compile(r"://[^/@]*:[^/@]*@")
 #: Users type a directory as one, too.
 _HINT = "give s3://bucket/sets/model, gs://..., https://..., file:///directory or memory://name"
 
@@ -61,8 +61,11 @@ def parse_address(text: str, tag: str | None = None) -> SetAddress:
                 f"{shown_url(text)} names tag {behind!r}, and --tag {tag!r}", hint="give one tag"
             )
         tag = behind
-    if not place + name:
-        raise UsageError(f"{text!r} names no place in the store", hint=_HINT)
+    if not place + name or {"?", "#"} & set(rest):
+        raise UsageError(
+            f"{shown_url(text)!r} names no place in a store" + (": it has a query" if place + name else ""),
+            hint=_HINT,
+        )
     chosen = LATEST if tag is None else tag
     if not _TAG.fullmatch(chosen):
         raise UsageError(
@@ -73,7 +76,4 @@ def parse_address(text: str, tag: str | None = None) -> SetAddress:
 
 def shown_url(url: str) -> str:
     """A URL as messages show it: what stands before an @ in its host may be a password."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc or parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+    return _PASSWORD.sub("://***@", url)

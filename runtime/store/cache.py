@@ -92,7 +92,7 @@ class Cache:
             file = path.open("rb")
         except FileNotFoundError:
             return False
-        mark_in_use(file.fileno())
+        mark_in_use(file.fileno(), wait=True)
         try:
             # It may have been removed between opening and locking.
             there = os.path.samestat(path.stat(), os.fstat(file.fileno()))

@@ -112,6 +112,8 @@ def pull_into_directory(address: SetAddress, directory: Path, wanted: Wanted, te
         save_index(index, directory)
         for name in old.listed - index.files().keys():
             (directory / name).unlink(missing_ok=True)
+        for leftover in directory.glob(".*.partial"):  # of files that are whole now, or no longer wanted
+            leftover.unlink(missing_ok=True)
     return Pulled(directory, tuple(entries), stored.sha256)
 
 

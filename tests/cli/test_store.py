@@ -292,6 +292,7 @@ def test_urls_that_lead_nowhere(alphabet_set: Path, tmp_path: Path, monkeypatch:
     refused(invoke("pull", "nosuch://x/y"), 2, "no store is known for nosuch://")
     refused(invoke("pull", f"file://{tmp_path}/empty"), 2, "has no tag 'latest': there may be no engine set")
     refused(invoke("pull", "memory://x@a b"), 2)
+    refused(invoke("pull", "https://h/set?token=1"), 2, "it has a query")
     refused(invoke("pull", "memory://x/y@v1", "--tag", "v2"), 2, "names tag 'v1', and --tag 'v2'")
     refused(
         invoke("push", tmp_path, "memory://x/y"),
