@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from tapeout.model_defs.checkpoint_form import GgufForm, HfForm, form_of
 from tapeout.model_defs.recipe_steps import Step, np_dtype
 from tapeout.model_defs.source import Checkpoint, ModelSource, TensorInfo
 from tapeout.model_defs.source_facts import SourceFacts, facts_of
-from tapeout.model_defs.weights import CONST_PREFIX, Read, WeightRef
-from tapeout.plugins.errors import EngineCorruptError, EngineError
+from tapeout.model_defs.weights import CONST_PREFIX, Read, WeightRef, recipe_digest
+from tapeout.plugins.errors import EngineCorruptError, EngineError, EngineIncompatibleError
 from tapeout.runtime.engine.codec import decode, encode
 from tapeout.runtime.engine.reader import Engine
 
@@ -155,6 +156,17 @@ def recipe_book(engine: Engine) -> RecipeBook:
     if (book.hf is None) == (book.gguf is None):
         raise EngineCorruptError(f"{engine.path}: {RECIPES_TEXT} names no form of checkpoint, or two")
     return book
+
+
+def check_recipes(book: RecipeBook, digest: str, engine_path: Path) -> None:
+    """Raise EngineIncompatibleError unless the recipes give here what they gave at the build, whose weights
+    have this digest: steps of another version may make other bytes, which no kernel of the engine expects."""
+    if recipe_digest(book.refs(), book.source_digest, book.reader(None)) != digest:
+        raise EngineIncompatibleError(
+            f"{engine_path}: its weight recipes are not those that made its weights",
+            hint="another version of tapeout built it, whose recipes give other bytes: use that version, "
+            "or build the engine again",
+        )
 
 
 def _constant(value: np.ndarray) -> Constant:

@@ -15,7 +15,14 @@ from typing import Any
 
 from tapeout.compiler.engine_writer import StagedEngine, stage_engine
 from tapeout.compiler.pending_file import Progress
-from tapeout.compiler.recipe_book import RECIPES_TEXT, RecipeBook, book_text, recipe_book, source_facts
+from tapeout.compiler.recipe_book import (
+    RECIPES_TEXT,
+    RecipeBook,
+    book_text,
+    check_recipes,
+    recipe_book,
+    source_facts,
+)
 from tapeout.compiler.refit_check import FirstStep, Ran, weight_problems
 from tapeout.model_defs.check_checkpoint import MAX_LISTED
 from tapeout.model_defs.checkpoint_form import open_form
@@ -80,8 +87,10 @@ def refit(
     location = locate_model(model, revision=revision)
     with open_engine(engine_path, weights=False) as engine:
         book, built = recipe_book(engine), source_facts(engine)
-        different_text = _compare(engine_path, location, built, keep_text)
+        check_recipes(book, str(engine.manifest.weights["digest"]), engine_path)
         checkpoint, problems = open_form(location, book.form, book.tensors, book.unused)
+        # What differs in the config is the reason for tensors that do not fit.
+        different_text = _compare(engine_path, built, location, checkpoint, keep_text)
         if problems:
             raise _other_tensors(location, engine_path, problems)
         with (
@@ -147,9 +156,11 @@ def _origin(manifest: Manifest) -> str:
     return str(refitted["built_from"]) if refitted else manifest.model.checkpoint
 
 
-def _compare(engine_path: Path, location: Path, built: SourceFacts, keep_text: bool) -> tuple[str, ...]:
+def _compare(
+    engine_path: Path, built: SourceFacts, location: Path, checkpoint: Checkpoint, keep_text: bool
+) -> tuple[str, ...]:
     """Refuse another config, and another text unless the engine's is to stay; what differs of that."""
-    found = read_facts(location)
+    found = read_facts(location, checkpoint)
     if lines := differing_config(built, found):
         raise EngineIncompatibleError(
             f"{location} is another model than {engine_path} was built for:\n" + _listed(lines),

@@ -17,7 +17,8 @@ from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import shown
 
 if TYPE_CHECKING:
-    from tapeout.model_defs.source import ModelSource
+    from tapeout.model_defs.gguf_file import GgufFile
+    from tapeout.model_defs.source import Checkpoint, ModelSource
 
 #: Keys of tokenizer_config.json that decide about ids; the others say where it came from.
 _TOKENIZER_KEYS = ("bos_token", "eos_token", "unk_token", "add_bos_token", "add_eos_token")
@@ -47,7 +48,7 @@ def facts_of(source: ModelSource) -> SourceFacts:
     """The facts of an open model, with what transformers made of them."""
     from tapeout.model_defs.config_use import class_defaults
 
-    found = read_facts(Path(source.hf_path))
+    found = read_facts(Path(source.hf_path), source.checkpoint)
     if not source.raw_config:
         return found
     resolved = _plain(source.config.to_dict())
@@ -55,15 +56,21 @@ def facts_of(source: ModelSource) -> SourceFacts:
     return SourceFacts(found.config, _deciding(resolved), _deciding(defaults), found.text)
 
 
-def read_facts(path: Path) -> SourceFacts:
+def read_facts(path: Path, checkpoint: Checkpoint | None = None) -> SourceFacts:
     """The facts of the checkpoint at `path`, a directory or a GGUF file; needs no transformers.
+
+    Args:
+        checkpoint: the same, open already: a GGUF file takes a second to parse.
 
     Raises UsageError: files are missing or damaged.
     """
     if path.is_dir():
         raw = _read_json(path / "config.json", required=True)
         return SourceFacts(_deciding(raw), {}, {}, _hf_text(path, raw))
-    return _gguf_facts(path)
+    from tapeout.model_defs.gguf_checkpoint import GgufCheckpoint
+    from tapeout.model_defs.gguf_file import read_gguf
+
+    return _gguf_facts(checkpoint.file if isinstance(checkpoint, GgufCheckpoint) else read_gguf(path))
 
 
 def differing_config(built: SourceFacts, found: SourceFacts) -> list[str]:
@@ -158,16 +165,14 @@ def _hf_text(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _gguf_facts(path: Path) -> SourceFacts:
+def _gguf_facts(file: GgufFile) -> SourceFacts:
     from tapeout.model_defs.gguf_families import CONFIG_TENSORS
-    from tapeout.model_defs.gguf_file import read_gguf
     from tapeout.model_defs.hf_checkpoint import hash_tensors
 
-    file = read_gguf(path)
     config = {k: v for k, v in file.metadata.items() if k.startswith(f"{file.architecture}.")}
     config["general.architecture"] = file.architecture
     # Some tensors are no weights: frequencies that the model's config holds elsewhere.
-    stated = ((t.name, path, t.start, t.nbytes) for n, t in file.tensors.items() if n in CONFIG_TENSORS)
+    stated = ((t.name, file.path, t.start, t.nbytes) for n, t in file.tensors.items() if n in CONFIG_TENSORS)
     config |= {name: f"sha256:{digest}" for name, digest in hash_tensors(stated).items()}
     text = {
         key: value if isinstance(value, int | bool) else _digest(value)

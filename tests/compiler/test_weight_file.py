@@ -297,7 +297,7 @@ def test_engines_without_a_weight_file_or_recipes(
             recipe_book(older)
     # Recipes of another version give other bytes under the same name: refused before anything is written.
     monkeypatch.setattr("tapeout.model_defs.weights.RECIPE_VERSION", RECIPE_VERSION + 1)
-    with pytest.raises(EngineIncompatibleError, match="not those that made its weight file"):
+    with pytest.raises(EngineIncompatibleError, match="not those that made its weights"):
         write_weights(moved(shared_engine, tmp_path / "alone"), str(model))
 
 
