@@ -13,13 +13,12 @@ from pathlib import Path
 from tapeout.compiler.engine_writer import existing_seal, write_weights_file
 from tapeout.compiler.files import check_output
 from tapeout.compiler.pending_file import Progress
-from tapeout.compiler.recipe_book import RecipeBook, recipe_book
+from tapeout.compiler.recipe_book import RecipeBook, check_recipes, recipe_book
 from tapeout.model_defs.check_checkpoint import MAX_LISTED
 from tapeout.model_defs.checkpoint_form import open_form
 from tapeout.model_defs.resolve import locate_model
 from tapeout.model_defs.source import Checkpoint
-from tapeout.model_defs.weights import recipe_digest
-from tapeout.plugins.errors import EngineIncompatibleError, TapeoutError, UsageError
+from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.runtime.engine.reader import Engine, open_engine
 
 
@@ -52,12 +51,7 @@ def write_weights(
         digest, seal = str(engine.manifest.weights["digest"]), engine.shared_seal
         book = recipe_book(engine)
     refs = book.refs()
-    if recipe_digest(refs, book.source_digest, book.reader(None)) != digest:
-        raise EngineIncompatibleError(
-            f"{engine_path}: its weight recipes are not those that made its weight file {path.name}",
-            hint="another version of tapeout built it, whose recipes give other bytes: use that version, "
-            "or build the engine again",
-        )
+    check_recipes(book, digest, engine_path)
     location = locate_model(model, revision=revision)
     checkpoint, problems = open_form(location, book.form, book.tensors, book.unused)
     if problems:

@@ -45,7 +45,9 @@ class LLM:
     Close it, or use it as a context manager, to free memory and threads.
 
     Args:
-        engine: path of an engine file.
+        engine: path of an engine file; or an engine set, a directory or the URL of one in a store, of which
+            the engine for this machine is taken (docs/engine_sets.md).
+        target, precision: which engine of a set instead, such as "cuda:h200", "cpu" or "bfloat16".
         kv_cache_bytes, max_tokens_in_kv_cache, free_memory_fraction: bounds of the KV pool; the
             smallest wins and the log says which. The fraction is of the memory left beside the
             weights and activations.
@@ -78,6 +80,8 @@ class LLM:
         self,
         engine: str | os.PathLike[str],
         *,
+        target: str | None = None,
+        precision: str | None = None,
         kv_cache_bytes: int | None = None,
         max_tokens_in_kv_cache: int | None = None,
         free_memory_fraction: float = 0.9,
@@ -110,6 +114,8 @@ class LLM:
             path,
             self._cache_options,
             laps,
+            target=target,
+            precision=precision,
             strict_sku=strict_sku,
             threads=threads,
             kv_cache_bytes=kv_cache_bytes,

@@ -13,6 +13,7 @@ from tapeout.runtime.kv_cache import PrefixCacheOptions
 from tapeout.runtime.laps import Laps
 from tapeout.runtime.llm_options import check_options
 from tapeout.runtime.new_loop import SchedulerOptions
+from tapeout.runtime.resolve_engine import resolved_engine
 from tapeout.runtime.step import Executor
 from tapeout.runtime.tokenizer import Tokenizer
 
@@ -35,6 +36,8 @@ def load(
     cache_options: PrefixCacheOptions,
     laps: Laps,
     *,
+    target: str | None,
+    precision: str | None,
     strict_sku: bool,
     threads: int | None,
     kv_cache_bytes: int | None,
@@ -47,7 +50,8 @@ def load(
     from tapeout.runtime.executors import is_cuda, load_executor, memory_left
 
     laps.lap("executor_import")
-    engine = open_engine(path, verify=False)
+    with resolved_engine(path, target=target, precision=precision) as file:
+        engine = open_engine(file, verify=False)
     laps.lap("open_engine")
     try:
         limits = engine.manifest.limits

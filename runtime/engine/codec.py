@@ -34,17 +34,36 @@ def encode(value: Any) -> Any:
 
 def decode(cls: type[D], data: Any, where: str) -> D:
     """Rebuild dataclass `cls`; `where` names it in errors. Raises EngineCorruptError."""
-    if not isinstance(data, Mapping):
-        raise _bad(where, f"an object for {cls.__name__}", data)
     kind: Any = cls
-    hints = _hints(kind)
+    if problem := _key_problem(kind, data, where):
+        raise EngineCorruptError(problem)
+    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in _hints(kind).items()})
+
+
+def faults(cls: type[D], data: Any, where: str) -> list[str]:
+    """Why `decode` would refuse: one line about the keys, and one for each bad field that is there."""
+    kind: Any = cls
+    problem = _key_problem(kind, data, where)
+    found = [problem] if problem else []
+    if isinstance(data, Mapping):
+        for key, hint in _hints(kind).items():
+            if key in data:
+                try:
+                    _value(hint, data[key], f"{where}.{key}")
+                except EngineCorruptError as error:
+                    found.append(error.message)
+    return found
+
+
+def _key_problem(cls: Any, data: Any, where: str) -> str | None:
+    if not isinstance(data, Mapping):
+        return _bad(where, f"an object for {cls.__name__}", data).message
+    hints = _hints(cls)
     missing, unknown = hints.keys() - data.keys(), data.keys() - hints.keys()
-    if missing or unknown:
-        parts = [f"missing {sorted(missing)}"] * bool(missing) + [f"unknown {sorted(unknown)}"] * bool(
-            unknown
-        )
-        raise EngineCorruptError(f"{where}: keys do not match {cls.__name__}: {', '.join(parts)}")
-    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in hints.items()})
+    if not missing and not unknown:
+        return None
+    parts = [f"missing {sorted(missing)}"] * bool(missing) + [f"unknown {sorted(unknown)}"] * bool(unknown)
+    return f"{where}: keys do not match {cls.__name__}: {', '.join(parts)}"
 
 
 @lru_cache(maxsize=64)
