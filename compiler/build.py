@@ -19,7 +19,7 @@ from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
-from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
+from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, without_execution
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.compiler.recipe_book import RECIPES_TEXT, recipes_text
@@ -64,11 +64,21 @@ def build(
             chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
         else:
             chosen = choose_for_cpu(module, limits, host, options, cache, stage)
-    program = plan_program(module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple)
+    program = plan_program(
+        module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
+    )
     if chosen.row_multiple > 1:
         check_alignment(program)
     manifest = describe(
-        source, module, options, target, front.dtype, limits, front.matches, chosen.choices.timed
+        source,
+        module,
+        options,
+        target,
+        front.dtype,
+        limits,
+        front.matches,
+        chosen.choices.timed,
+        chosen.packages,
     )
     weights = {name: graph.weights[name] for name in module.weights}
     memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
@@ -93,10 +103,13 @@ def build(
                     source_digest=source.checkpoint.digest(),
                     shared=options.weights == "shared",
                     launches=chosen.launches,
+                    segments=chosen.segments.blobs if chosen.segments else {},
                     progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
                 )
             )
         verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_weight))
+        if chosen.segments:
+            verdict = without_execution(verdict)
         report = _finished(
             stages,
             replace(
@@ -163,6 +176,7 @@ def _report(
         options=options.effective(),
         warnings=chosen.warnings,
         steps=chosen.choices.steps,
+        segments=chosen.segments.reports if chosen.segments else (),
     )
 
 
