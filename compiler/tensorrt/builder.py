@@ -21,6 +21,8 @@ from tapeout.plugins.errors import TapeoutError, UnsupportedError
 from tapeout.runtime.engine.launches import SegmentProfile
 from tapeout.runtime.tensorrt.package import RTX, Package
 
+#: Raised when what is asked of a builder below changes: segments that were kept are built again then.
+SETTINGS_VERSION = 1
 #: What a layer may take beside its tensors. Bounded, so that an engine does not depend on the builder's GPU.
 WORKSPACE_BYTES = 32 << 20
 _LAYER = re.compile(r"Name: (?P<name>.*?), LayerType: (?P<kind>\w+),")
@@ -75,16 +77,17 @@ def build_segment(
             shared["load_timing_cache"] = str(timing_cache)
         config = tools.trt.CreateConfig(**shared)
 
-    def in_float32(builder: Any, network: Any, config: Any) -> None:
-        """Products of float32 stay float32: TF32 has 10 bits."""
+    def restricted(builder: Any, network: Any, config: Any) -> None:
+        """Products of float32 stay float32 (TF32 has 10 bits), and all runs on the executor's one stream."""
         config.clear_flag(trt.BuilderFlag.TF32)
+        config.max_aux_streams = 0
 
     start = time.perf_counter()
     with _listening(tools.logger) as messages:
         try:
             plan = tools.trt.EngineBytesFromNetwork(
                 tools.trt.NetworkFromOnnxBytes(model, strongly_typed=True),
-                tools.trt.PostprocessConfig(config, in_float32),
+                tools.trt.PostprocessConfig(config, restricted),
                 save_timing_cache=None if is_rtx or timing_cache is None else str(timing_cache),
             )()
         except tools.error as error:

@@ -21,6 +21,7 @@ from tapeout.compiler.tactics.gpu_decide import local_gpu
 from tapeout.compiler.tensorrt.builder import Built
 from tapeout.compiler.tensorrt.choice import choose_package
 from tapeout.compiler.tensorrt.region_onnx import border_shape, region_onnx
+from tapeout.compiler.tensorrt.segment_cache import SegmentCache
 from tapeout.compiler.tensorrt.worker import REQUEST, RESULT
 from tapeout.plugins import errors
 from tapeout.plugins.cuda import TENSORRT
@@ -91,19 +92,23 @@ def segments_for(
     """
     if options.tactics != TENSORRT:
         return None
+    here = local_gpu(target, sm)
     package = choose_package(
         sm,
         target,
         dtype,
         full=installed_version(FULL),
         rtx=installed_version(RTX),
-        gpu=local_gpu(target, sm) is not None,
+        gpu=here is not None,
     )
     if options.dry_run:
         return SegmentPlan((), (), {}, covered_signatures(module, find_regions(module)), ())
-    cache = options.timing_cache
-    own_cache = cache.with_name(f"{cache.name}.{FULL}") if cache is not None and package == FULL else None
-    return build_segments(module, limits, sm, package, own_cache, progress)
+    timings = kept = None
+    if (cache := options.timing_cache) is not None:
+        kept = cache.with_name(f"{cache.name}.segments")
+        timings = cache.with_name(f"{cache.name}.{FULL}") if package == FULL else None
+    gpu = here.name if here is not None and package == FULL else ""
+    return build_segments(module, limits, sm, package, timings, kept, gpu, progress)
 
 
 def covered_signatures(module: Module, regions: Sequence[Region]) -> frozenset[str]:
@@ -136,6 +141,8 @@ def build_segments(
     sm: int,
     package: str,
     timing_cache: Path | None = None,
+    kept: Path | None = None,
+    gpu: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> SegmentPlan:
     """Build a segment for every distinct region of a module.
@@ -143,6 +150,8 @@ def build_segments(
     Args:
         sm: compute capability to build for. package: as `choose_package` names it.
         timing_cache: of full TensorRT's tactics; made where there is none.
+        kept: folder of segments built before, which is added to; None to build all of them.
+        gpu: name of the GPU that full TensorRT times its tactics on.
 
     Raises:
         UnsupportedError: a region cannot be written in ONNX.
@@ -150,10 +159,17 @@ def build_segments(
     """
     regions = find_regions(module)
     bodies = distinct_bodies(regions)
-    progress(f"{len(bodies)} segments for {len(regions)} regions")
     models = {digest: _model(body) for digest, body in bodies.items()}
     profiles = {digest: profiles_of(body, limits) for digest, body in bodies.items()}
-    version, built = _build(models, profiles, sm, package, timing_cache)
+    version = installed_version(package) or ""
+    cache = SegmentCache(kept, package, version, sm, gpu)
+    built = {digest: found for digest in bodies if (found := cache.get(models[digest], profiles[digest]))}
+    if missing := {digest: model for digest, model in models.items() if digest not in built}:
+        progress(f"{len(missing)} of {len(bodies)} segments to build for {len(regions)} regions")
+        fresh = _build(missing, profiles, sm, package, timing_cache)
+        for digest, segment in fresh.items():
+            cache.put(models[digest], profiles[digest], segment)
+        built |= fresh
     segments, blobs, reports = [], {}, []
     for digest, body in bodies.items():
         plan = built[digest].plan
@@ -233,8 +249,8 @@ def _build(
     sm: int,
     package: str,
     timing_cache: Path | None,
-) -> tuple[str, dict[str, Built]]:
-    """Have a process build the models; the package's version, and what was built by name."""
+) -> dict[str, Built]:
+    """Have a process build the models; what was built by name."""
     request = {
         "package": package,
         "sm": sm,
@@ -258,7 +274,7 @@ def _build(
         result = json.loads((folder / RESULT).read_text())
         if "error" in result:
             raise getattr(errors, result["kind"])(result["error"], hint=result["hint"])
-        return result["version"], {
+        return {
             key: Built((folder / f"{key}.plan").read_bytes(), tuple(told["layers"]), told["seconds"])
             for key, told in result["segments"].items()
         }

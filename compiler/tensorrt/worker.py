@@ -39,7 +39,7 @@ def work(folder: Path) -> None:
             )
             (folder / f"{name}.plan").write_bytes(segment.plan)
             built[name] = {"layers": segment.layers, "seconds": segment.seconds}
-        result = {"version": package.version, "segments": built}
+        result = {"segments": built}
     except TapeoutError as error:
         result = {"error": error.message, "hint": error.hint, "kind": type(error).__name__}
     (folder / RESULT).write_text(json.dumps(result))

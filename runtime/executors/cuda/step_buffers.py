@@ -58,7 +58,8 @@ class StepBuffers:
         return self.device.address + 4 * self._offsets[name]
 
     def upload(self, inputs: StepInputs, stream: Stream) -> None:
-        """Write one step's tensors and queue their copy. Rows beyond the counts stay stale.
+        """Write one step's tensors and queue their copy. Rows beyond the counts stay stale, but for row ids:
+        there they are 0, since TensorRT segments look at all rows of a bucket.
 
         The step has been checked (see step_check.py).
         """
@@ -80,6 +81,8 @@ class StepBuffers:
         put("cu_q", inputs.cu_q)
         put("kv_lens", inputs.kv_lens)
         put("row_ids", inputs.row_ids)
+        start = self._offsets["row_ids"]
+        host[start + len(inputs.row_ids) : start + len(self._sequences)] = 0
         put("seq_slots", inputs.slots)
         put("token_ids", inputs.token_ids)
         put("positions", inputs.positions)
