@@ -179,7 +179,9 @@ def single_op(op: str, signature: Any) -> Body:
     """A body of one node, from an op's signature."""
     schema = OPS[op]
     inputs = tuple(Value(f"x{i}", t.dtype, t.shape) for i, t in enumerate(signature.inputs))
-    weights = {f"w{i}": WeightType(t.dtype, tuple(map(int, t.shape))) for i, t in enumerate(signature.weights)}
+    weights = {
+        f"w{i}": WeightType(t.dtype, tuple(map(int, t.shape))) for i, t in enumerate(signature.weights)
+    }
     outputs = tuple(Value(f"y{i}", t.dtype, t.shape) for i, t in enumerate(signature.outputs))
     placed = schema.place_weights(list(weights), signature.attrs)
     node = Node(
@@ -190,4 +192,3 @@ def single_op(op: str, signature: Any) -> Body:
         signature.attrs,
     )
     return Body(inputs, weights, (node,), tuple(v.name for v in outputs))
-

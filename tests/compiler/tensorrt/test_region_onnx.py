@@ -55,7 +55,9 @@ def test_an_op_in_onnx_runtime_equals_its_reference(op: str, case: Case, onnxrun
     model = for_onnx_runtime(region_onnx(body, ROW_MULTIPLE), body)
     tensors = example_tensors(body, ROWS)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = dict(zip(body.outputs, session.run(list(body.outputs), feed_of(body, tensors, ROW_MULTIPLE)), strict=True))
+    got = dict(
+        zip(body.outputs, session.run(list(body.outputs), feed_of(body, tensors, ROW_MULTIPLE)), strict=True)
+    )
     for name, expected in expected_of(body, run_reference(body, tensors, ROWS)).items():
         wanted = tolerance(op, case.signature.outputs[0].dtype)
         assert wanted.violation(torch.from_numpy(got[name]), torch.from_numpy(expected)) is None
@@ -89,7 +91,9 @@ def test_the_comparison_can_fail(lowered: Lowered, onnxruntime: ModuleType) -> N
     tensors["w1"] = tensors["w1"] * 1.5
     model = for_onnx_runtime(region_onnx(body, ROW_MULTIPLE), body)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    got = dict(zip(body.outputs, session.run(list(body.outputs), feed_of(body, tensors, ROW_MULTIPLE)), strict=True))
+    got = dict(
+        zip(body.outputs, session.run(list(body.outputs), feed_of(body, tensors, ROW_MULTIPLE)), strict=True)
+    )
     absolute, relative = TOLERANCES["bfloat16"]
     assert not all(np.allclose(got[n], expected[n], rtol=relative, atol=absolute) for n in expected)
 

@@ -44,7 +44,9 @@ def test_borders_name_the_module_s_values(module: Module) -> None:
     for before, region in zip(regions, regions[1:-1], strict=False):
         attention = module.nodes[before.last]
         assert region.inputs == (attention.outputs[0].name, before.outputs[0])
-        assert region.weights == tuple(w for n in module.nodes[region.first : region.last] for w in n.weights if w)
+        assert region.weights == tuple(
+            w for n in module.nodes[region.first : region.last] for w in n.weights if w
+        )
         assert [values[n].shape[1] for n in region.outputs] == [576, 960]
     assert regions[-1].outputs == (module.logits.value,)
 
