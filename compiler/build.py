@@ -25,6 +25,7 @@ from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.compiler.recipe_book import RECIPES_TEXT, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.tensorrt.segments import check_segments
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
 from tapeout.plugins.native import detect_host
@@ -54,6 +55,7 @@ def build(
     """
     stages = Stages(progress or SilentProgress())
     check_outputs(output, options, inputs)
+    check_segments(options)
     host = detect_host()
     cache = TimingCache.load(options.timing_cache)
     front = lower_model(model, options, stages, lambda source: check_apart(output, options, source.files))

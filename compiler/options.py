@@ -306,8 +306,6 @@ def _cross_problems(options: BuildOptions) -> list[str]:
         problems.append(f"tactics: {tactics!r} is for cuda targets, got target {options.target!r}")
     if tactics == TENSORRT and options.pack is not None:
         problems.append(f"tactics: {tactics!r} has nothing to time in a pack: its segments are not timed yet")
-    if options.keep_onnx is not None and not on_cuda:
-        problems.append(f"keep_onnx: regions are those of cuda targets, got target {options.target!r}")
     batch, tokens = options.max_batch_size, options.max_num_tokens
     if batch is not None and tokens is not None and tokens < batch:
         problems.append(

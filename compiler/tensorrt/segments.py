@@ -18,6 +18,7 @@ from tapeout.compiler.plan import signature_of
 from tapeout.compiler.regions import Body, Region, distinct_bodies, find_regions
 from tapeout.compiler.report import SegmentReport
 from tapeout.compiler.tactics.gpu_decide import local_gpu
+from tapeout.compiler.targets import cuda_target
 from tapeout.compiler.tensorrt.builder import Built
 from tapeout.compiler.tensorrt.choice import choose_package
 from tapeout.compiler.tensorrt.region_onnx import border_shape, region_onnx
@@ -77,6 +78,24 @@ class SegmentPlan:
         return replace(table, segments=self.segments, regions=self.regions)
 
 
+def check_segments(options: BuildOptions) -> None:
+    """Refuse a build whose segments no package of this machine can make, before anything is traced.
+
+    Raises UnsupportedError.
+    """
+    if options.tactics == TENSORRT:
+        dtype = "float32" if options.dtype == "auto" else options.dtype
+        _package_for(cuda_target(options.target).sm, options.target, dtype)
+
+
+def _package_for(sm: int, target: str, dtype: str) -> tuple[str, str]:
+    """The package that builds for a target here, and the name of the GPU that it times its tactics on."""
+    here = local_gpu(target, sm)
+    full, rtx = installed_version(FULL), installed_version(RTX)
+    package = choose_package(sm, target, dtype, full=full, rtx=rtx, gpu=here is not None)
+    return package, here.name if here is not None and package == FULL else ""
+
+
 def segments_for(
     module: Module,
     dtype: str,
@@ -92,22 +111,13 @@ def segments_for(
     """
     if options.tactics != TENSORRT:
         return None
-    here = local_gpu(target, sm)
-    package = choose_package(
-        sm,
-        target,
-        dtype,
-        full=installed_version(FULL),
-        rtx=installed_version(RTX),
-        gpu=here is not None,
-    )
+    package, gpu = _package_for(sm, target, dtype)
     if options.dry_run:
         return SegmentPlan((), (), {}, covered_signatures(module, find_regions(module)), ())
     timings = kept = None
     if (cache := options.timing_cache) is not None:
         kept = cache.with_name(f"{cache.name}.segments")
         timings = cache.with_name(f"{cache.name}.{FULL}") if package == FULL else None
-    gpu = here.name if here is not None and package == FULL else ""
     return build_segments(module, limits, sm, package, timings, kept, gpu, progress)
 
 
@@ -255,7 +265,7 @@ def _build(
         "package": package,
         "sm": sm,
         "timing_cache": None if timing_cache is None else str(timing_cache.resolve()),
-        "segments": {name: encode(list(own)) for name, own in profiles.items()},
+        "segments": {name: encode(list(profiles[name])) for name in models},
     }
     with tempfile.TemporaryDirectory(prefix="tapeout-") as name:
         folder = Path(name)

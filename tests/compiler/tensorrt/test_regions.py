@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from smollm2_shape import smollm2_module
 
@@ -41,7 +43,7 @@ def test_borders_name_the_module_s_values(module: Module) -> None:
     """Every region between two attention ops takes what attention and the residual stream gave it."""
     regions = find_regions(module)
     values = module.values()
-    for before, region in zip(regions, regions[1:-1], strict=False):
+    for before, region in pairwise(regions[:-1]):
         attention = module.nodes[before.last]
         assert region.inputs == (attention.outputs[0].name, before.outputs[0])
         assert region.weights == tuple(

@@ -60,7 +60,7 @@ def segment_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(builder_side, "installed_version", {RTX: VERSION}.get)
         patch.setattr(
             builder_side, "_build",
-            lambda models, *rest: {name: Built(model, ("kgen made_up",), 0.0) for name, model in models.items()},
+            lambda models, *rest: {n: Built(model, ("kgen made_up",), 0.0) for n, model in models.items()},
         )  # fmt: skip
         build(str(models.make_tiny("llama", folder / "model")), folder / "model.engine", options)
     return folder / "model.engine"
@@ -223,7 +223,7 @@ def test_a_machine_without_the_package_it_was_built_with(
 
 def test_a_segment_that_the_gpu_refuses(engine: Engine, cuda: FakeCuda, tensorrt: FakeTensorRt) -> None:
     tensorrt.refuses = True
-    with pytest.raises(EngineIncompatibleError, match="refuses segment .* on this GPU: .*made up by a test"):
+    with pytest.raises(EngineIncompatibleError, match=r"refuses segment .* on this GPU: .*made up by a test"):
         load_executor(engine, num_pages=PAGES)
     assert not any(cuda.open.values())
 
