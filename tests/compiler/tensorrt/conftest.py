@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -12,13 +11,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from region_reference import Lowered
+
 from tapeout.compiler.front_end import Stages, lower_model
 from tapeout.compiler.ir import Module, parse
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.progress import SilentProgress
 from tapeout.runtime.tensorrt.package import RTX, installed_version
-
-Lowered = Callable[[str, str], Module]
 
 
 @pytest.fixture(scope="session")

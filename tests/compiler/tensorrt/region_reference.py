@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from onnx import helper
 from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
 
-from tapeout.compiler.ir import Node, Operand, Value, WeightType, contiguous_strides, whole
+from tapeout.compiler.ir import Module, Node, Operand, Value, WeightType, contiguous_strides, whole
 from tapeout.compiler.plan import row_elements
 from tapeout.compiler.regions import Body
 from tapeout.plugins.example import torch_dtype
@@ -20,6 +20,8 @@ from tapeout.plugins.reference import bind_reference
 from tapeout.plugins.registry import OPS
 
 Tensors = dict[str, torch.Tensor]
+#: The fixture `lowered`: (model type, dtype) to the module of a tiny model.
+Lowered = Callable[[str, str], Module]
 
 
 def example_tensors(body: Body, rows: Mapping[str, int], seed: int = 0) -> Tensors:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Lowered
 from record_api import CLASSES, ENUMS
+from region_reference import Lowered
 
 from tapeout.compiler.cuda_plan import ROW_MULTIPLE
 from tapeout.compiler.regions import distinct_bodies, find_regions

@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import Lowered
 from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
 from polygraphy.comparator import Comparator, SimpleCompareFunc
 from region_reference import (
+    Lowered,
     ReferenceRunner,
     example_tensors,
     expected_of,

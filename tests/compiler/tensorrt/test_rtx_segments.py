@@ -8,8 +8,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from conftest import Lowered
 from onnx import helper
+from region_reference import Lowered
 from smollm2_shape import smollm2_module
 
 from tapeout.compiler.ir import Module

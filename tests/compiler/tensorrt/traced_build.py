@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tensorrt_rtx
+import tensorrt_rtx_bindings as tensorrt_rtx
 from record_api import CLASSES, ENUMS
 
 touched: set[tuple[str, str]] = set()

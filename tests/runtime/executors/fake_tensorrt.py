@@ -1,7 +1,8 @@
 """A TensorRT package that runs on the host, beside the driver of fake_cuda.py.
 
 A serialized engine is an ONNX model; ONNX Runtime computes what a queued call means when its graph is
-replayed, on the memory that the call was given. Has only what the runtime calls, so that another call is a fault.
+replayed, on the memory that the call was given. It has only what the runtime calls,
+so that another call is a fault.
 """
 
 from __future__ import annotations
