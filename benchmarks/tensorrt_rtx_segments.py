@@ -2,10 +2,11 @@
 
     python benchmarks/tensorrt_rtx_segments.py SMOLLM2.gguf [--sms 80,86,89,120] [--dtypes bfloat16,float16]
 
-For SmolLM2 and tiny Qwen3 and Gemma 3, every distinct dense region is built twice for every compute capability and
-dtype, in this process, at the limits of `tapeout build` (64 requests, 2,048 tokens a step). float16 is the bfloat16
-module with its dtype replaced, since engines are not built in it yet. Seconds are the builder's own of the first
-build. `layers` counts what the builder made of the ops in both profiles; nothing is executed.
+For SmolLM2 and tiny Qwen3 and Gemma 3, every distinct dense region is built twice for every compute
+capability and dtype, in this process, at the limits of `tapeout build` (64 requests, 2,048 tokens a step).
+float16 is the bfloat16 module with its dtype replaced, since engines are not built in it yet. Seconds are the
+builder's own of the first build. `layers` counts what the builder made of the ops in both profiles; nothing
+is executed.
 """
 
 from __future__ import annotations
@@ -99,19 +100,14 @@ def main() -> None:
                 builds.append({"model": name, "dtype": dtype, "sm": sm, "segments": segments})
                 total = sum(s["plan_bytes"] for s in segments)
                 seconds = sum(s["seconds"] for s in segments)
-                print(
-                    f"{name}, {dtype}, sm_{sm}: {len(segments)} segments, {total:,} bytes, {seconds:.2f} s",
-                    flush=True,
-                )
+                title = f"{name}, {dtype}, sm_{sm}: {len(segments)} segments"
+                print(f"{title}, {total:,} bytes, {seconds:.2f} s", flush=True)
+    where = {"package": package.title, "limits": vars(LIMITS)}
     record.write(
         "tensorrt_rtx_segments",
         {
             "what": "TensorRT-RTX segments of dense regions, built without a GPU; none has been executed",
-            "conditions": {
-                **record.conditions(os.cpu_count() or 1),
-                "package": package.title,
-                "limits": vars(LIMITS),
-            },
+            "conditions": {**record.conditions(os.cpu_count() or 1), **where},
             "builds": builds,
         },
     )
