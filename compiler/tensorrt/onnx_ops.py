@@ -113,19 +113,26 @@ def lower_op(
 
 
 def _linear(g: Writer, x: Tensors, w: Weights, attrs: Mapping[str, AttrValue]) -> Tensors:
-    return [_product(g, x[0], w[0], w[1])]
+    return [_product(g, x[0], w[0], w[1], len(x[0].shape))]
 
 
-def _product(g: Writer, x: gs.Variable, weight: gs.Variable | None, bias: gs.Variable | None) -> gs.Variable:
-    return g.op("Gemm", [t for t in (x, weight, bias) if t is not None], {"transB": 1})
+def _product(
+    g: Writer, x: gs.Variable, weight: gs.Variable | None, bias: gs.Variable | None, rank: int
+) -> gs.Variable:
+    """x @ weight^T + bias. Gemm takes matrices only; heads are multiplied by MatMul."""
+    assert weight is not None
+    if rank == 2:
+        return g.op("Gemm", [x, weight, *([bias] if bias is not None else [])], {"transB": 1})
+    product = g.op("MatMul", [x, g.op("Transpose", [weight], {"perm": [1, 0]})])
+    return product if bias is None else g.op("Add", [product, bias])
 
 
 def _linear_add(g: Writer, x: Tensors, w: Weights, attrs: Mapping[str, AttrValue]) -> Tensors:
-    return [g.op("Add", [_product(g, x[0], w[0], w[1]), x[1]])]
+    return [g.op("Add", [_product(g, x[0], w[0], w[1], len(x[0].shape)), x[1]])]
 
 
 def _norm_linear(g: Writer, x: Tensors, w: Weights, attrs: Mapping[str, AttrValue]) -> Tensors:
-    product = _product(g, _rms(g, x[0], w[0], attrs), w[1], w[2])
+    product = _product(g, _rms(g, x[0], w[0], attrs), w[1], w[2], len(x[0].shape))
     kind = str(attrs["activation"])
     return [_gate(g, product, w[1], kind) if kind else product]
 

@@ -69,7 +69,10 @@ class Package:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed package, without importing it; None where there is none."""
+    """Version of an installed package; None where there is none.
+
+    Imported only where no distribution tells, as after an installation from an archive.
+    """
     kind = KINDS[name]
     if not any(_can_import(module) for module in (kind.name, kind.bindings)):
         return None
@@ -78,7 +81,7 @@ def installed_version(name: str) -> str | None:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return str(getattr(sys.modules.get(kind.name), "__version__", "unknown"))
+    return load(name).version
 
 
 def load(name: str) -> Package:

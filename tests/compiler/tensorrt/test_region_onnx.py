@@ -27,6 +27,7 @@ from tapeout.compiler.regions import DENSE_OPS, Body, distinct_bodies, find_regi
 from tapeout.compiler.tensorrt.onnx_ops import LOWERINGS
 from tapeout.compiler.tensorrt.region_onnx import region_onnx
 from tapeout.plugins.case import Case, cases, tolerance
+from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.errors import UnsupportedError
 
 ROWS = {"T": 5, "R": 3}
@@ -81,6 +82,14 @@ def test_every_region_in_onnx_runtime_equals_torch(
         )
         compare = SimpleCompareFunc(atol=absolute, rtol=relative, check_shapes=True)
         assert bool(Comparator.compare_accuracy(results, compare_func=compare)), f"region {number}"
+
+
+def test_a_product_of_heads(onnxruntime: ModuleType) -> None:
+    """Gemm takes matrices alone."""
+    types = [TensorType("float32", shape) for shape in (("T", 3, 16), ("T", 3, 32), (32, 16), (32,))]
+    test_an_op_in_onnx_runtime_equals_its_reference(
+        "linear", Case("heads", OpSignature("linear", types[:1], types[2:], types[1:2], {})), onnxruntime
+    )
 
 
 def test_the_comparison_can_fail(lowered: Lowered, onnxruntime: ModuleType) -> None:
