@@ -17,16 +17,44 @@ _NATIVE = "or build with --tactics native"
 
 @dataclass(frozen=True)
 class KnownBad:
-    """Versions of a builder that must not be used: `first` to `last`, both included, and what they do."""
+    """Versions of a builder that are known for something: `first` to `last`, both included.
+
+    Attributes:
+        symptom: what they do. source: where that is told.
+        silent: nobody would notice, so such a version is refused; else it explains a builder that ended.
+        sm: the compute capability that it happens on; 0 for any.
+    """
 
     package: str
     first: str
     last: str
     symptom: str
+    source: str
+    silent: bool
+    sm: int = 0
+
+    def means(self, package: str, version: str, sm: int) -> bool:
+        """Does it speak of this builder and target?"""
+        if package != self.package or self.sm not in {0, sm}:
+            return False
+        return _number(self.first) <= _number(version) <= _number(self.last)
+
+    def text(self) -> str:
+        """Symptom, versions and source, for an error."""
+        return f"{self.symptom} (versions {self.first} to {self.last}: {self.source})"
 
 
-#: Found by building the segments of `tests/compiler/tensorrt` with each version.
-KNOWN_BAD: tuple[KnownBad, ...] = ()
+#: None was met here: TensorRT-RTX 1.4 to 1.7 build the segments of the tests, and nothing is executed.
+KNOWN_BAD: tuple[KnownBad, ...] = (
+    KnownBad(
+        FULL, "10.3", "10.3.99", "gives wrong results for transformers with dynamic shapes",
+        "github.com/NVIDIA/TensorRT/issues/4419", silent=True,
+    ),
+    KnownBad(
+        FULL, "11.0", "11.2.1.2", "may end its process while it compiles strongly typed bfloat16 networks",
+        "github.com/NVIDIA/TensorRT/issues/4842", silent=False, sm=120,
+    ),
+)  # fmt: skip
 
 
 def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: str | None, gpu: bool) -> str:
@@ -46,7 +74,7 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
             hint=f"build with --dtype float16, {_NATIVE}",
         )
     if gpu and full is not None:
-        _check_version(FULL, full)
+        _check_version(FULL, full, sm)
         return FULL
     if sm in RTX_SMS:
         if rtx is None:
@@ -55,7 +83,7 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
                 "without a GPU",
                 hint=f"{KINDS[RTX].install}, {_NATIVE}",
             )
-        _check_version(RTX, rtx)
+        _check_version(RTX, rtx, sm)
         return RTX
     served = ", ".join(f"sm_{n}" for n in RTX_SMS)
     have = "is not installed" if full is None else f"{full} is installed"
@@ -67,12 +95,17 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
     )
 
 
-def _check_version(package: str, version: str) -> None:
+def crash_note(package: str, version: str, sm: int) -> str:
+    """What is known of a builder that ended its process; "" for nothing."""
+    known = [b.text() for b in KNOWN_BAD if not b.silent and b.means(package, version, sm)]
+    return "".join(f"; {KINDS[package].title} {version} {text}" for text in known)
+
+
+def _check_version(package: str, version: str, sm: int) -> None:
     for bad in KNOWN_BAD:
-        if bad.package == package and _number(bad.first) <= _number(version) <= _number(bad.last):
+        if bad.silent and bad.means(package, version, sm):
             raise UnsupportedError(
-                f"{KINDS[package].title} {version} {bad.symptom} (versions {bad.first} to {bad.last})",
-                hint=f"install a newer one, {_NATIVE}",
+                f"{KINDS[package].title} {version} {bad.text()}", hint=f"install a newer one, {_NATIVE}"
             )
 
 

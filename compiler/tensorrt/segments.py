@@ -20,7 +20,7 @@ from tapeout.compiler.report import SegmentReport
 from tapeout.compiler.tactics.gpu_decide import local_gpu
 from tapeout.compiler.targets import cuda_target
 from tapeout.compiler.tensorrt.builder import Built
-from tapeout.compiler.tensorrt.choice import choose_package
+from tapeout.compiler.tensorrt.choice import choose_package, crash_note
 from tapeout.compiler.tensorrt.region_onnx import border_shape, region_onnx
 from tapeout.compiler.tensorrt.segment_cache import SegmentCache
 from tapeout.compiler.tensorrt.worker import REQUEST, RESULT
@@ -278,7 +278,8 @@ def _build(
             said = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             raise TapeoutError(
                 f"the process that builds TensorRT segments ended with {done.returncode}"
-                + "".join(f": {line.strip()}" for line in said),
+                + "".join(f": {line.strip()}" for line in said)
+                + crash_note(package, installed_version(package) or "", sm),
                 hint="build with --tactics native; --keep-onnx DIR leaves the ONNX files to try by hand",
             )
         result = json.loads((folder / RESULT).read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tapeout.compiler.tensorrt import choice
-from tapeout.compiler.tensorrt.choice import KnownBad, choose_package
+from tapeout.compiler.tensorrt.choice import KnownBad, choose_package, crash_note
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.runtime.tensorrt.package import FULL, RTX
 
@@ -68,14 +68,25 @@ def test_a_dtype_that_the_gpu_lacks() -> None:
 @pytest.mark.parametrize(
     ("version", "bad"), [("1.3", False), ("1.4.0.76", True), ("1.6.9.9", True), ("1.10.0.1", False)]
 )
-def test_versions_known_to_be_bad(version: str, bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions are compared as numbers; the error tells the symptom."""
-    row = KnownBad(RTX, "1.4.0.0", "1.6.9.9", "writes engines that this test made up")
+def test_versions_whose_results_are_wrong_are_refused(
+    version: str, bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions are compared as numbers; the error tells the symptom and where it is told."""
+    row = KnownBad(RTX, "1.4.0.0", "1.6.9.9", "writes what this test made up", "a test", silent=True)
     monkeypatch.setattr(choice, "KNOWN_BAD", (row,))
     if not bad:
         assert choose_package(89, "cuda:sm_89", "float16", full=None, rtx=version, gpu=False) == RTX
         return
     with pytest.raises(
-        UnsupportedError, match=f"TensorRT-RTX {version} writes engines that this test made up"
+        UnsupportedError, match=f"TensorRT-RTX {version} writes what this test made up .*: a test"
     ):
         choose_package(89, "cuda:sm_89", "float16", full=None, rtx=version, gpu=False)
+
+
+def test_the_table_of_known_versions() -> None:
+    """10.3 is refused; 11.1 is not, and explains a builder that ended on an sm_120."""
+    with pytest.raises(UnsupportedError, match=r"TensorRT 10.3.0 gives wrong results for transformers"):
+        choose_package(89, "cuda:sm_89", "bfloat16", full="10.3.0", rtx=None, gpu=True)
+    assert choose_package(120, "cuda:rtx5090", "bfloat16", full="11.1.0.106", rtx=None, gpu=True) == FULL
+    assert "may end its process" in crash_note(FULL, "11.1.0.106", 120)
+    assert crash_note(FULL, "11.1.0.106", 89) == crash_note(FULL, FULL_VERSION, 120) == ""
