@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tests" / "runtime" / "executors"))
 from fake_cuda import FakeCuda  # noqa: E402  (a test's driver, made of host memory)
 
 from tapeout.compiler.engine_writer import stage_engine  # noqa: E402
+from tapeout.plugins.cuda import TURNS  # noqa: E402
 from tapeout.runtime import LLM  # noqa: E402
 from tapeout.runtime.engine import (  # noqa: E402
     FORMAT_VERSION,
@@ -96,7 +97,7 @@ def write_host_engine(path: Path, limits: Limits, tokenizer: tokenizers.Tokenize
         logit_buckets=_buckets(limits.max_batch_size),
         workspace_bytes=0,
         scratch_bytes=0,
-        fill=(),
+        receive=(),
         sample=(RangeLaunches(limits.max_batch_size, "", 0, ()),),
         sample_full=(RangeLaunches(limits.max_batch_size, "", 0, ()),),
     )
@@ -122,15 +123,12 @@ class IdleCuda(FakeCuda):
         # Rows start at places of their own; the text of a row begins again after so many steps.
         starts = np.random.default_rng(1).integers(0, len(text_ids) - _STEPS, batch)
         ids = text_ids[starts[None, :] + np.arange(_STEPS)[:, None]]
-        # What a step leaves in the output buffer: ids, then flags that all are finite.
+        # What a step leaves in its outbox: ids, then flags that all are finite.
         self._results = np.concatenate([ids, np.ones_like(ids)], 1).astype(np.int32)
         self._addresses = [row.ctypes.data for row in self._results]
+        self._size_bytes = self._results[0].nbytes
         self._next = 0
-
-    def cuMemcpyDtoHAsync(self, host: int, device: int, size_bytes: int, stream: int) -> tuple[Any, ...]:
-        ctypes.memmove(host, self._addresses[self._next], size_bytes)
-        self._next = (self._next + 1) % _STEPS
-        return _SUCCESS
+        self.outbox = 0  # its address, once there is an executor
 
     def cuMemcpyHtoDAsync(self, device: int, host: int, size_bytes: int, stream: int) -> tuple[Any, ...]:
         return _SUCCESS
@@ -142,6 +140,9 @@ class IdleCuda(FakeCuda):
         return _SUCCESS
 
     def cuGraphLaunch(self, graph: int, stream: int) -> tuple[Any, ...]:
+        box = self.outbox + self._next % TURNS * self._size_bytes
+        ctypes.memmove(box, self._addresses[self._next % _STEPS], self._size_bytes)
+        self._next += 1
         return _SUCCESS
 
 
@@ -163,6 +164,7 @@ class HostEngine:
         driver.open_device.cache_clear()
         try:
             with LLM(self.path, **options) as llm:
+                idle.outbox = llm._executor._sampled.addresses()["outbox"]  # type: ignore[attr-defined]
                 yield llm
         finally:
             for module in modules:
@@ -171,15 +173,12 @@ class HostEngine:
 
     @contextmanager
     def on_gpu(self, **options: Any) -> Iterator[LLM]:
-        """An `LLM` on a real driver; every step gives the ids that were put into the device's buffer."""
+        """An `LLM` on a real driver; every step gives the ids that were put into its outbox."""
         with LLM(self.path, **options) as llm:
-            results = np.ones(2 * self.max_batch_size, np.int32)
-            results[: self.max_batch_size] = self.text_ids[: self.max_batch_size]
-            address = llm._executor._sampled.addresses()["out_ids"]  # type: ignore[attr-defined]
-            llm._executor._device.make_current()  # type: ignore[attr-defined]
-            driver.check(
-                driver.cu.cuMemcpyHtoD(address, results.ctypes.data, results.nbytes), "setting the ids"
-            )
+            results = np.ones((TURNS, 2, self.max_batch_size), np.int32)
+            results[:, 0] = self.text_ids[: self.max_batch_size]
+            outbox = llm._executor._sampled.addresses()["outbox"]  # type: ignore[attr-defined]
+            ctypes.memmove(outbox, results.ctypes.data, results.nbytes)
             yield llm
 
 

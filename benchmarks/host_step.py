@@ -57,9 +57,9 @@ PARTS: dict[str, tuple[Any, str]] = {
     "pack": (loop_module, "pack_step"),
     "check": (StepChecker, "check"),
     "bucket": (Replay, "bucket"),
-    "metadata": (StepBuffers, "upload"),
+    "metadata": (StepBuffers, "write"),
     "launch": (Replay, "launch"),
-    "download": (SampledIds, "download"),
+    "queued": (SampledIds, "queued"),
     "read_ids": (QueuedStep, "result"),
     "hand_out": (EngineLoop, "_hand_out"),
 }

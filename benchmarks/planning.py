@@ -4,12 +4,16 @@
 
 For every number of running requests and of waiting ones, microseconds of CPU time on one core, as [median,
 least] over rounds of 40 steps: on a machine that others use, CPU time grows with their use of its caches
-and of the core's other thread, and the least says more about the program:
+and of the core's other thread, and the least says more about the program (`calibration_us`, before and after,
+tells how busy they were: see record.py):
 
 - decode: all of them generate, nobody begins or ends;
 - mixed: an eighth of them reads its context, under each chunking policy in turn;
 - churn: the same, and in every step one of the running ends, one of those that wait takes its
   slot, and another one comes to wait;
+- reuse: churn with the prefix cache on, prompts that share nothing, and a pool full of pages of requests
+  that have ended, so that every new page evicts one; and reuse_turn, the whole turn, in which an ended
+  request leaves its pages to the cache;
 - short: MAX_UTILIZATION without a free page, so that every step pauses the newest.
 
 The loop and the schedulers are the real ones; the executor does nothing (runtime/simulator). Time of a step
@@ -65,6 +69,7 @@ class Bench:
         capacity: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
         chunking: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         in_context: int = 0,
+        reuse: bool = False,
     ) -> None:
         limits = Limits(running, 4 * running, 65_536, PER_PAGE)
         options = SchedulerOptions(
@@ -74,11 +79,16 @@ class Bench:
             capacity_policy=capacity,
             chunking_policy=chunking,
         )
-        # All prompts are alike: with prefix reuse they would share pages.
-        apart = PrefixCacheOptions(enable_prefix_reuse=False)
-        executor = ScriptedExecutor(limits, 1 << 20)
-        self.loop: EngineLoop = new_loop(executor, options, cache_options=apart)
+        pages = 200 * running if reuse else 1 << 20
+        executor = ScriptedExecutor(limits, pages)
+        cache = PrefixCacheOptions(enable_prefix_reuse=reuse)
+        self.loop: EngineLoop = new_loop(executor, options, cache_options=cache)
+        self._reuse = reuse
         self._made = 0
+        while reuse and self.loop.kv_cache.pool.num_blank > 2_000:
+            self.add(60_000, 1)
+            while self.loop.step():
+                pass
         for i in range(running):
             self.add(60_000 if i < in_context else 1 + i % PER_PAGE)
         while not self._settled(running - in_context):
@@ -87,9 +97,11 @@ class Bench:
             self.add(1)
 
     def add(self, prompt: int, max_tokens: int = 4_000) -> None:
-        ids, times = np.broadcast_to(np.zeros(1, np.int32), prompt), RequestTimes(0.0)
-        name = f"q{self._made}"
         self._made += 1
+        name, times = f"q{self._made}", RequestTimes(0.0)
+        ids = np.broadcast_to(np.zeros(1, np.int32), prompt)
+        if self._reuse:  # nobody shares a page with another
+            ids = np.full(prompt, self._made, np.int32)
         self.loop.add(Request(name, ids, _GREEDY, max_tokens, NoSink(), times, watched=False))
 
     def churn(self) -> None:
@@ -127,6 +139,20 @@ def planning_us(bench: Bench, rounds: int, before: Callable[[], None] = lambda: 
     return [round(statistics.median(results), 1), round(min(results), 1)]
 
 
+def turn_us(bench: Bench, rounds: int, before: Callable[[], None]) -> list[float]:
+    """CPU microseconds of a whole turn of the loop: median and least of the rounds."""
+    results = []
+    for _ in range(rounds):
+        spent = 0.0
+        for _ in range(STEPS):
+            before()
+            start = time.thread_time()
+            bench.loop.step()
+            spent += time.thread_time() - start
+        results.append(spent / STEPS * 1e6)
+    return [round(statistics.median(results), 1), round(min(results), 1)]
+
+
 def short_us(running: int, waiting: int, rounds: int) -> list[float]:
     """Every step finds the pool one page short of what its rows need."""
     results = []
@@ -151,6 +177,10 @@ def measure(running: int, waiting: int, rounds: int) -> dict[str, Any]:
     for chunking in ChunkingPolicy:
         bench = Bench(running, waiting, chunking=chunking, in_context=running // 8)
         row[f"mixed_us_{chunking.value}"] = planning_us(bench, rounds)
+    bench = Bench(running, waiting, reuse=True)
+    row["reuse_us"] = planning_us(bench, rounds, bench.churn)
+    row["reuse_turn_us"] = turn_us(bench, rounds, bench.churn)
+    assert bench.loop.kv_cache.stats().evicted_pages > 0
     row["short_us"] = short_us(running, waiting, rounds)
     return row
 
@@ -167,7 +197,9 @@ def main() -> None:
     rows = []
     for running in map(int, args.sizes.split(",")):
         for waiting in map(int, args.waiting.split(",")):
+            calibration = record.calibration_us()
             rows.append(measure(running, waiting, args.rounds))
+            rows[-1]["calibration_us"] = [calibration, record.calibration_us()]
             print(json.dumps(rows[-1]), flush=True)
     record.write(
         args.name,

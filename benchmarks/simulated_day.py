@@ -5,8 +5,9 @@
 The workload is written first: arrivals over a day of steps of 100 ms, more of them by day than by night,
 prompts and outputs of lengths drawn from log-normal distributions. Then a process runs
 `tapeout simulate FILE --summary`, with --trace once more while the trace is written. Memory is that process's
-own peak: with more requests it stays where it was but for eight bytes a line, by which ids that are given
-twice are found.
+own, as it goes and at its peak: with more requests it stays where it was but for eight bytes a line, by which
+ids that are given twice are found. CPU time grows with what others do on the machine; `calibration_us` (see
+record.py) tells by how much.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import record
 STEPS = 86_400 * 10  # a day of 100 ms steps
 OPTIONS = {"pages": 16_384, "tokens_per_page": 32, "max_batch_size": 256, "max_num_tokens": 2_048}
 _MEAN_PROMPT, _MEAN_OUTPUT = 180, 60
+_WATCH_SECONDS = 5
 
 
 def write_workload(path: Path, requests: int, seed: int = 0) -> dict[str, int]:
@@ -65,11 +68,13 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
         "--summary",
         "--json",
     ]
-    start = time.perf_counter()
+    calibration, start = record.calibration_us(), time.perf_counter()
+    curve: list[list[float]] = []
     with subprocess.Popen(
         [*command, *options, *(["--trace", str(trace)] if trace else [])], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
+        threading.Thread(target=_watch, args=(process.pid, start, curve), daemon=True).start()
         text = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -81,9 +86,25 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
         "wall_seconds": round(seconds, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "cpu_us_per_step": round((usage.ru_utime + usage.ru_stime) / summary["steps"] * 1e6, 1),
-        "peak_rss_mib": round(usage.ru_maxrss / 1024, 1),
+        "calibration_us": [calibration, record.calibration_us()],
+        "peak_rss_mib": max(peak for _, _, peak in curve),
+        "seconds_rss_mib": [[second, resident] for second, resident, _ in curve],
         "summary": {name: value for name, value in summary.items() if name != "settings"},
     }
+
+
+def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
+    """Notes seconds, resident MiB and the most so far of a process, every few seconds until it ends."""
+    status = Path(f"/proc/{pid}/status")
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        try:
+            words = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            # Not the peak that `wait4` tells: a process is born with its parent's.
+            resident, peak = (round(int(words[name].split()[0]) / 1024, 1) for name in ("VmRSS", "VmHWM"))
+        except (OSError, KeyError):  # it has ended
+            return
+        curve.append([round(time.perf_counter() - start), resident, peak])
 
 
 def main() -> None:

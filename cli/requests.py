@@ -44,6 +44,10 @@ class Request:
     priority: int = 0
     cache: Mapping[str, Any] = field(default_factory=dict)
 
+    def with_cache(self, cache: Mapping[str, Any]) -> Request:
+        """With these things said to the prefix cache, where it says nothing else."""
+        return replace(self, cache={**cache, **self.cache}) if cache else self
+
     def title(self) -> str:
         """One short line that tells the request from its neighbours."""
         text = self.prompt if self.prompt is not None else ""
@@ -202,6 +206,17 @@ def _prompt_problems(data: Mapping[str, Any]) -> list[str]:
         ok = isinstance(value, list) and bool(value) and all(type(i) is int and i >= 0 for i in value)
         expected = "a list of token ids, at least one"
     return [] if ok else [f"{given[0]} = {shown(value)}, expected {expected}"]
+
+
+def checked_cache(cache: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What flags say to the prefix cache; UsageError where that is wrong."""
+    if problems := _cache_problems(cache):
+        raise UsageError(
+            "\n".join(problems),
+            hint='for example --kv-cache-retention-config \'{"token_range_retention_configs": '
+            '[{"token_start": 0, "priority": 80, "duration_ms": 60000}]}\'',
+        )
+    return cache
 
 
 def _cache_problems(cache: Mapping[str, Any]) -> list[str]:

@@ -48,6 +48,7 @@ STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
 @run_options.apply(run_options.SAMPLING)
 @run_options.apply(run_options.RUNTIME)
 @run_options.apply(run_options.PREFIX_CACHE)
+@run_options.apply(run_options.REQUEST_CACHE)
 @click.option(
     "--trace", type=FILE, metavar="FILE", help="Write every scheduling decision as JSON lines, for `explain`."
 )
@@ -73,12 +74,13 @@ def command(
     tapeout run smollm2.engine --chat --prompt "What is the capital of France?" --stats
     tapeout run smollm2.engine --input prompts.jsonl --output answers.jsonl --temperature 0
     """
-    from tapeout.cli.requests import ChatStyle, params_maker
+    from tapeout.cli.requests import ChatStyle, checked_cache, params_maker
 
     _check_combinations(prompts, source, output, as_json, chat, system)
     generation_defaults = _open(engine, prompts, source, output, trace)
     make = params_maker(generation_defaults, _given(flags, run_options.SAMPLING_NAMES))
-    requests = _requests(prompts, source, ChatStyle(chat, system), make)
+    cache = checked_cache(_given(flags, run_options.REQUEST_CACHE_NAMES))
+    requests = [r.with_cache(cache) for r in _requests(prompts, source, ChatStyle(chat, system), make)]
 
     from tapeout.cli.generate import Generation
     from tapeout.cli.results import stats_lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -33,6 +34,8 @@ RUNTIME_NAMES = frozenset(
 )
 
 PREFIX_CACHE_NAMES = frozenset(("enable_prefix_reuse", "host_cache_bytes"))
+#: What requests say to the prefix cache that do not say it themselves.
+REQUEST_CACHE_NAMES = frozenset(("cache_salt", "kv_cache_retention_config"))
 
 #: SamplingParams' own default of 16 would cut nearly every answer asked for at a terminal.
 DEFAULT_MAX_TOKENS = 256
@@ -47,6 +50,18 @@ def apply(options: tuple[Option, ...]) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def _json_object(context: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    try:
+        data = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{value[:40]!r} is not JSON: {error}", context, param) from None
+    if not isinstance(data, dict):
+        raise click.BadParameter(f"{value[:40]!r} is no JSON object", context, param)
+    return data
 
 
 def _token_ids(context: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
@@ -152,4 +167,20 @@ PREFIX_CACHE = (
         help="Compute every prompt as a whole, also what an earlier one began with.",
     ),
     _number("--host-cache-bytes", int, "Host memory for cached pages that leave the device. [default: 0]"),
+)
+
+#: What the requests of a run say to the prefix cache; a line of --input may say something else.
+REQUEST_CACHE = (
+    click.option(
+        "--cache-salt",
+        type=TEXT,
+        metavar="TEXT",
+        help="Share cached pages only with requests that have the same salt.",
+    ),
+    click.option(
+        "--kv-cache-retention-config",
+        callback=_json_object,
+        metavar="JSON",
+        help="How long pages of the requests are worth keeping; see docs/prefix_reuse.md.",
+    ),
 )

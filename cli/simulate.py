@@ -12,7 +12,7 @@ import click
 from tapeout.cli.paths import check_output
 from tapeout.cli.run_options import CAPACITY_POLICIES, CHUNKING_POLICIES
 from tapeout.cli.streams import standard_output, writing
-from tapeout.cli.timeline import HTML, JSON, STEPS, SUMMARY, StepRange, show
+from tapeout.cli.timeline import HTML, JSON, STEPS, SUMMARY, StepRange, show, show_summary
 
 COUNT = click.IntRange(min=1)
 
@@ -71,7 +71,7 @@ def command(
     tapeout simulate day.jsonl --summary
     """
     from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
-    from tapeout.runtime.simulator.simulate import SimulationOptions, simulate
+    from tapeout.runtime.simulator.simulate import SimulationOptions, simulate, summarize
     from tapeout.runtime.simulator.workload import Workload
 
     options["policy"] = CapacityPolicy(options["policy"])
@@ -81,6 +81,10 @@ def command(
     for path, name in ((html, "--html"), (trace, "--trace")):
         if path is not None:
             check_output(path, name, inputs=[workload], stream=True)
+    if summary_only and html is None and trace is None:
+        with Workload(workload) as requests, writing():
+            show_summary(summarize(requests, checked), stdout, as_json=as_json)
+        return
     with Workload(workload) as requests, _written(simulate(requests, checked), trace) as events, writing():
         show(
             events,

@@ -12,6 +12,7 @@ import click
 
 if TYPE_CHECKING:
     from tapeout.runtime.trace.steps import StepBuilder, StepView
+    from tapeout.runtime.trace.tally import Summary
 
 #: Steps shown when the user does not say which: a screenful of text, a wide picture.
 SHOWN_TEXT, SHOWN_HTML = 100, 1_000
@@ -97,7 +98,7 @@ def show(
     """Run through the events and print what the user asked for; steps that are not shown are not kept."""
     from tapeout.cli.results import open_output
     from tapeout.cli.timeline_html import page
-    from tapeout.cli.timeline_text import summary_text, table_text
+    from tapeout.cli.timeline_text import table_text
     from tapeout.runtime.trace.steps import StepBuilder, steps_of
 
     text, picture = Shown(steps, SHOWN_TEXT), Shown(steps, SHOWN_HTML)
@@ -107,18 +108,27 @@ def show(
     all_steps = as_json and not summary_only
     builder = StepBuilder(lambda step: all_steps or any(s.takes(step) for s in shown))
     views = _each(steps_of(events, builder), shown)
-    if as_json:
-        _write_json(views, builder, stdout, summary_only)
+    if all_steps:
+        _write_json(views, builder, stdout)
     else:
         for _ in views:
             pass
         if not summary_only:
             stdout.write(table_text(text) + "\n")
-        stdout.write(summary_text(builder.summary) + "\n")
+        show_summary(builder.summary, stdout, as_json=as_json)
     if html is not None:
         with open_output(html) as stream:
             stream.write(page(picture, builder.summary, title))
         click.echo(f"wrote {html}", err=True)
+
+
+def show_summary(summary: Summary, stdout: IO[str], *, as_json: bool) -> None:
+    """The summary alone."""
+    import json
+
+    from tapeout.cli.timeline_text import summary_text
+
+    stdout.write((json.dumps({"summary": summary.as_json()}) if as_json else summary_text(summary)) + "\n")
 
 
 def _each(views: Iterator[StepView], shown: list[Shown]) -> Iterator[StepView]:
@@ -128,15 +138,10 @@ def _each(views: Iterator[StepView], shown: list[Shown]) -> Iterator[StepView]:
         yield view
 
 
-def _write_json(views: Iterator[StepView], builder: StepBuilder, stdout: IO[str], summary_only: bool) -> None:
+def _write_json(views: Iterator[StepView], builder: StepBuilder, stdout: IO[str]) -> None:
     """`{"steps": [...], "summary": {...}}`, a step on each line as it comes."""
     import json
 
-    if summary_only:
-        for _ in views:
-            pass
-        stdout.write(json.dumps({"summary": builder.summary.as_json()}) + "\n")
-        return
     stdout.write('{"steps": [')
     separator = "\n"
     for view in views:

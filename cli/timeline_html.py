@@ -9,7 +9,8 @@ from tapeout.cli.timeline_text import names_in, summary_text
 
 if TYPE_CHECKING:
     from tapeout.cli.timeline import Shown
-    from tapeout.runtime.trace.steps import StepView, Summary
+    from tapeout.runtime.trace.steps import StepView
+    from tapeout.runtime.trace.tally import Summary
 
 _STEP, _ROW, _GAP = 14, 18, 2  # pixels
 _LABEL, _HEADER = 150, 22
@@ -119,6 +120,7 @@ def _decisions(views: list[StepView]) -> str:
         entries += [
             (name, f"{tokens} tokens from {start}; {reason}") for name, start, tokens, reason in view.context
         ]
+        entries += [(name, reason) for name, _, reason in view.evicted]
         entries += [(name, f"finished: {reason}") for name, reason in view.finished.items()]
         rows += [
             f"<tr><td>{view.step}</td><td>{escape(name)}</td><td>{escape(reason)}</td></tr>"

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tapeout.cli.timeline import Shown
-    from tapeout.runtime.trace.steps import StepView, Summary
+    from tapeout.runtime.trace.steps import StepView
+    from tapeout.runtime.trace.tally import Summary
 
 _WIDTH = 100
 _SHOWN_REQUESTS = 200
@@ -104,6 +105,8 @@ def _decisions(views: list[StepView]) -> Iterator[str]:
 def _reasons(view: StepView) -> Iterator[tuple[str, str]]:
     yield from view.paused.items()
     yield from view.admitted.items()
+    for name, _, reason in view.evicted:
+        yield name, reason
     for name, reason in view.held.items():
         if ": behind " not in reason:  # the table shows them
             yield name, reason
@@ -123,6 +126,7 @@ def summary_text(summary: Summary) -> str:
         f"steps: {s['steps']:,}" + (f", {s['first_step']} to {s['last_step']}" if s["steps"] else ""),
         f"tokens: {s['context_tokens']:,} context, {s['output_tokens']:,} output",
         f"pauses: {s['pauses']:,}, {s['recomputed_tokens']:,} tokens computed again",
+        *([f"evicted: {s['evicted_pages']:,} cached pages"] if s["evicted_pages"] else []),
         f"most at a time: {most}",
     ]
     if s["mean_queue_steps"] is not None:

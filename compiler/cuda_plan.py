@@ -24,7 +24,7 @@ from tapeout.plugins.cuda import (
 )
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
-from tapeout.plugins.sample.cuda import fill_launch, sample_launches, sample_workspace_bytes
+from tapeout.plugins.sample.cuda import receive_launch, sample_launches, sample_workspace_bytes
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
 from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import (
@@ -215,7 +215,9 @@ def plan_cuda(
         logits: type of the logits, [R, V].
         valid_vocab_size: ids the tokenizer knows; larger ones are never sampled.
     """
-    fill = (fill_launch(),)
+    receive = receive_launch(
+        limits.max_num_tokens, limits.max_batch_size, limits.max_seq_len, limits.tokens_per_page
+    )
     samplings = [
         {
             rows: (
@@ -227,7 +229,7 @@ def plan_cuda(
         for full in (False, True)
     ]
     launches: list[Launchable] = [
-        *fill,
+        receive,
         *(s for kind in samplings for specs, _ in kind.values() for s in specs),
     ]
     launches += [s for c in chosen.all() for s in c.launches]
@@ -241,7 +243,7 @@ def plan_cuda(
         tuple(RangeLaunches(rows, "", size, kernels.launches(specs)) for rows, (specs, size) in kind.items())
         for kind in samplings
     )
-    filling = tuple(kernels.launch(item) for item in fill)
+    receiving = kernels.launch(receive)
     ranged = (*ranges.values(), *decode_ranges.values(), sample, sample_full)
     everything = [r for row in ranged for r in row]
     table = LaunchTable(
@@ -253,7 +255,7 @@ def plan_cuda(
         logit_buckets=buckets(limits.max_batch_size),
         workspace_bytes=_aligned(max(r.workspace_bytes for r in everything)),
         scratch_bytes=max(kernels.scratch_bytes(r) for r in everything),
-        fill=filling,
+        receive=(receiving,),
         sample=sample,
         sample_full=sample_full,
     )
@@ -261,14 +263,17 @@ def plan_cuda(
 
 
 def check_alignment(program: Program) -> None:
-    """Raise UnsupportedError, all offenders listed, for views whose rows do not start on 16 bytes."""
+    """Raise UnsupportedError, all offenders listed, for views whose rows do not start on 16 bytes, or have
+    elements that are not side by side."""
     offsets = {b.name: b.offset_bytes for b in program.buffers}
     problems = []
     for index, record in enumerate(program.records):
         for view in (*record.inputs, *record.outputs):
             start = offsets.get(view.buffer, 0) + view.offset * DTYPES[view.dtype][1]
             # A vector's rows are single elements: kernels load them one by one.
-            if start % 16 or (len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in view.strides[:-1])):
+            rows_apart = len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in view.strides[:-1])
+            spread = view.strides[-1] != 1 and record.op != "copy"
+            if start % 16 or rows_apart or spread:
                 problems.append(
                     f"record {index} ({record.op}): {view.buffer} {view.dtype}{list(view.shape)}, "
                     f"strides {list(view.strides)}, offset {view.offset}"

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from tapeout.plugins.cpu import OpSignature
 
 MAX_KV_HEADS = 256  # that `arrivals` has room for
+#: Steps in flight: each has its own inbox and outbox in the host's memory. A power of two.
+TURNS = 4
 #: Who makes a tactic: our own kernels, or a library that an engine needs only where it chose one.
 NATIVE, CUBLASLT = "native", "cublaslt"
 #: Whole regions of dense ops by TensorRT: no tactic of an op, but the name of what runs the ops of a region.
@@ -36,11 +38,14 @@ STEP_TENSORS = (
     "row_seqs",  # [max_num_tokens] sequence of each packed row
     "arrivals",  # [max_batch_size, MAX_KV_HEADS] 0 between launches: blocks count themselves here
     "kv_pool",  # [num_pages, layers, 2, kv_heads, tokens_per_page, head_dim]
+    "turns",  # [2] steps received, and blocks that have received the one on its way
+    # In the host's memory:
+    "inbox",  # [TURNS, inbox_words] a step's tensors from `counts` to `page_table` as the host wrote them
+    "outbox",  # [TURNS, 2, max_batch_size] ids sampled; 0 where a row's logits held NaN or infinity, else 1
     # Sampling (plugins/sample/cuda.py); a slot is a running request's place in device state.
     "seq_slots",  # [max_batch_size] slot of each sequence of the step
     "last_ids",  # [slots] id sampled last for the slot; stays on the device from step to step
     "out_ids",  # [max_batch_size] ids sampled for the step's logit rows
-    "out_finite",  # [max_batch_size] 1, or 0 where a row's logits held NaN or infinity
     "sample_state",  # [slots, SAMPLE_STATE_WORDS] see plugins/sample/state.py
     "sample_bits",  # [slots, 2, bits_row(V)] sets of ids
     "output_counts",  # [slots, counts_row(V)] how often a slot sampled each id
@@ -104,7 +109,8 @@ class Arg:
     `input_stride`, `output_stride` (i32, elements between steps of dimension `value` of operand
     `index`; operands may be windows of wider rows), `i32`, `i64`, `f32` (`value`), `attr` (i32,
     the record's attribute `name`: what differs between layers, such as `layer`), `layers` (i32,
-    layers in the pool), `max_pages` (i32, width of the page table). Strides are multiples of 16
+    layers in the pool), `max_pages` (i32, width of the page table), `inbox_words`, `outbox_words` (i32,
+    int32 words from one turn's to the next's). Strides are multiples of 16
     elements and pointers 16-byte aligned; the planner asserts it.
     """
 

@@ -77,7 +77,7 @@ def open_lines(path: Path, what: str) -> IO[bytes]:
 def parsed(line: bytes) -> Any:
     """The line's JSON; UsageError for what is none."""
     try:
-        return json.loads(line, parse_constant=_no_constant)
+        return _DECODER.decode(line.decode("utf-8", "surrogatepass").removeprefix(_BYTE_ORDER_MARK))
     except UnicodeDecodeError as error:
         raise UsageError(f"not UTF-8 text at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -115,3 +115,8 @@ def field_problems(data: Any, fields: Mapping[str, Field], *, strict: bool = Tru
 
 def _no_constant(name: str) -> NoReturn:
     raise UsageError(f"not JSON: {name} is no JSON value, expected a finite number")
+
+
+# Made once: `json.loads` with an option of its own makes one for every line.
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_BYTE_ORDER_MARK = "\ufeff"

@@ -10,19 +10,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from tapeout.plugins.errors import TapeoutError, UsageError
-from tapeout.plugins.sample.params import SamplingParams, shown, unsupported_generation_settings
+from tapeout.plugins.sample.params import SamplingParams, shown
 from tapeout.runtime.cache_control import PrefixCacheControl
+from tapeout.runtime.chats import ChatPrompts
 from tapeout.runtime.collector import Collector
-from tapeout.runtime.engine import Engine, open_engine
+from tapeout.runtime.engine import Engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list, with_cache_options
-from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions, RequestCache
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.llm_options import check_options, check_priorities, engine_path
+from tapeout.runtime.llm_options import check_params, check_priorities, engine_path
+from tapeout.runtime.loading import eos_token_ids, load
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
 from tapeout.runtime.observe import LoopStats
@@ -30,11 +30,10 @@ from tapeout.runtime.output import RequestOutput
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Request, RequestTimes
-from tapeout.runtime.step import Executor
 from tapeout.runtime.stream import RequestStream
-from tapeout.runtime.text.chat_template import ChatTemplate, Message
-from tapeout.runtime.tokenizer import Tokenizer
+from tapeout.runtime.text.chat_template import Message
 from tapeout.runtime.trace.writer import EventMaker, open_trace, start_event
+from tapeout.runtime.weight_reload import WeightReload
 
 logger = logging.getLogger("tapeout")
 
@@ -98,10 +97,6 @@ class LLM:
     ) -> None:
         laps = Laps()
         self.load_seconds = laps.seconds
-        # Executors bring native-code loading with them, which importing `LLM` need not pay for.
-        from tapeout.runtime.executors import is_cuda, load_executor, memory_left
-
-        laps.lap("executor_import")
         path = engine_path(engine)
         if on_step is not None and not callable(on_step):
             raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
@@ -111,58 +106,38 @@ class LLM:
             host_cache_bytes=host_cache_bytes,
             event_buffer_max_size=event_buffer_max_size,
         )
-        self.engine: Engine = open_engine(path, verify=False)
-        laps.lap("open_engine")
+        loaded = load(
+            path,
+            self._cache_options,
+            laps,
+            strict_sku=strict_sku,
+            threads=threads,
+            kv_cache_bytes=kv_cache_bytes,
+            max_tokens_in_kv_cache=max_tokens_in_kv_cache,
+            free_memory_fraction=free_memory_fraction,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            chunk_tokens=chunk_tokens,
+            capacity_policy=capacity_policy,
+            chunking_policy=chunking_policy,
+        )
+        self.engine, self.tokenizer, self._executor = loaded.engine, loaded.tokenizer, loaded.executor
         try:
-            limits = self.engine.manifest.limits
-            options = check_options(
-                limits,
-                max_batch_size=max_batch_size,
-                max_num_tokens=max_num_tokens,
-                chunk_tokens=chunk_tokens,
-                capacity_policy=capacity_policy,
-                chunking_policy=chunking_policy,
-                threads=threads,
-            )
-            page_bytes = self.engine.manifest.kv_cache.page_bytes(limits.tokens_per_page)
-            host_pages = self._cache_options.host_pages(page_bytes)
-            budget = plan_kv_pool(
-                limits=limits,
-                page_bytes=page_bytes,
-                free_bytes=memory_left(self.engine, strict_sku=strict_sku),
-                free_memory_fraction=free_memory_fraction,
-                max_tokens=max_tokens_in_kv_cache,
-                kv_cache_bytes=kv_cache_bytes,
-            )
-            logger.info(budget.describe())
-            laps.lap("device")
-            # Only where the engine can run at all: this reads it. A GPU's weights are checked while copied.
-            self.engine.verify(weights=not is_cuda(self.engine))
-            laps.lap("checksums")
-            _warn_about_generation_config(self.engine)
-            self.tokenizer = _load_tokenizer(self.engine)
-            laps.lap("tokenizer")
-            self._executor: Executor = load_executor(
-                self.engine, num_pages=budget.num_pages, host_pages=host_pages, threads=threads, laps=laps
-            )
-            try:
-                self._trace = None if trace is None else open_trace(trace)
-            except BaseException:
-                self._executor.close()
-                raise
+            self._trace = None if trace is None else open_trace(trace)
         except BaseException:
+            self._executor.close()
             self.engine.close()
             raise
-        self._intake = Intake(limits, self.engine.manifest.model.vocab_size, budget.num_pages, self.tokenizer)
+        limits, num_pages, options = self.engine.manifest.limits, loaded.num_pages, loaded.options
+        self._intake = Intake(limits, self.engine.manifest.model.vocab_size, num_pages, self.tokenizer)
         self._options, self._on_step = options, on_step
         if self._trace is not None:
-            pool = {"pages": budget.num_pages, "tokens_per_page": limits.tokens_per_page}
+            pool = {"pages": num_pages, "tokens_per_page": limits.tokens_per_page}
             self._trace.take(start_event({**pool, **asdict(options)}))
         self._loop = self._new_loop(options)
-        self._eos = _eos_token_ids(self.engine)
-        self._chat_template: ChatTemplate | None = None
-        self._ids = count()
-        self._lock = threading.RLock()
+        self._adopt(self.engine)
+        self._ids, self._lock = count(), threading.RLock()
+        self._reload = WeightReload(lambda: self._loop, self._lock, self._turn)
         # Streams closed by the garbage collector, maybe within a turn: aborted before the next one.
         self._abandoned: deque[str] = deque()
         self._closed = False
@@ -272,20 +247,13 @@ class LLM:
     ) -> dict[str, Any]:
         """A conversation as a prompt for `generate` or `stream`: rendered, then encoded without
         special tokens, because the template writes BOS itself."""
-        if self.tokenizer is None:
-            raise UsageError(
-                "the engine has no tokenizer, so it cannot chat", hint="pass token ids to generate"
-            )
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise UsageError(f"chat_template_kwargs = {shown(chat_template_kwargs)}, expected a mapping")
-        template = self._template(chat_template)
-        text = template.render(
+        return self._chats.prompt(
             messages,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            **dict(chat_template_kwargs or {}),
         )
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The model's generation defaults, with overrides that are not None."""
@@ -301,6 +269,22 @@ class LLM:
         when its pages count as used."""
         with self._lock:
             return self._loop.stats()
+
+    def reload_weights(self, path: str | os.PathLike[str], *, running: str = "finish") -> None:
+        """Run with the weights of another file from now on: of an engine with the same program, or a shared
+        weight file of the same layout. Kernels and captured graphs stay; nothing cached is served again, and
+        pinned prefixes end.
+
+        Args:
+            running: what becomes of requests that run: "finish" lets them, "recompute" pauses them and has
+                what they have computed again by the new weights, "abort" ends them. Who waits runs after it.
+
+        Raises:
+            UsageError, EngineError: the file cannot take the place of the engine's; nothing has changed.
+            TapeoutError: the executor failed. On a GPU every request fails until weights were loaded again.
+        """
+        self._check_open()
+        self._reload.run(lambda: self.engine, path, running, self._adopt)
 
     @property
     def prefix_cache(self) -> PrefixCacheControl:
@@ -322,9 +306,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- inside ---------------------------------------------------------------------------
@@ -347,31 +329,20 @@ class LLM:
     ) -> list[Collector]:
         """Check all prompts, then queue all of them."""
         priorities = check_priorities(priority, len(prompts))
-        checked = self._intake.check(prompts, self._params_for(len(prompts), params))
+        params = self.default_sampling_params() if params is None else params
+        checked = self._intake.check(prompts, check_params(params, len(prompts)))
         with self._lock:
-            if self._closed:
-                raise UsageError("this LLM is closed")
+            self._check_open()
             return [self._queue(c, p) for c, p in zip(checked, priorities, strict=True)]
 
-    def _params_for(
-        self, num_prompts: int, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if params is None:
-            params = self.default_sampling_params()
-        if isinstance(params, SamplingParams):
-            params = [params] * num_prompts
-        if not isinstance(params, (list, tuple)):
-            raise UsageError(
-                f"sampling_params = {shown(params)}, expected SamplingParams or a list, one per prompt"
-            )
-        if len(params) != num_prompts:
-            raise UsageError(
-                f"{len(params)} sampling_params for {num_prompts} prompts, expected as many or one"
-            )
-        wrong = {type(p).__name__ for p in params if not isinstance(p, SamplingParams)}
-        if wrong:
-            raise UsageError(f"sampling_params hold {', '.join(sorted(wrong))}, expected SamplingParams")
-        return [p.with_seed() for p in params]
+    def _adopt(self, engine: Engine) -> None:
+        """Its weights run from now on, and it says what the model's defaults are."""
+        self.engine = engine
+        self._eos, self._chats = eos_token_ids(engine), ChatPrompts(engine, self.tokenizer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this LLM is closed")
 
     def _queue(self, checked: CheckedRequest, priority: int = 0) -> Collector:
         request_id = str(next(self._ids))
@@ -427,40 +398,3 @@ class LLM:
             for collector in collectors:
                 if not collector.finished:
                     self._loop.abort(collector.request_id)
-
-    def _template(self, source: str | None) -> ChatTemplate:
-        manifest = self.engine.manifest
-        tokens = manifest.tokenizer.special_tokens if manifest.tokenizer else {}
-        if source is not None:
-            return ChatTemplate(source, tokens)
-        if self._chat_template is None:
-            text = _text(self.engine, "chat_template.jinja")
-            if text is None:
-                raise UsageError(
-                    "the engine has no chat template", hint="pass chat_template=..., or use a plain prompt"
-                )
-            self._chat_template = ChatTemplate(text, tokens)
-        return self._chat_template
-
-
-def _warn_about_generation_config(engine: Engine) -> None:
-    """Once an engine, not with every request: what the model's defaults ask for and do not get."""
-    if ignored := unsupported_generation_settings(engine.manifest.generation):
-        logger.warning("the model's generation config asks for what is not supported: %s", ", ".join(ignored))
-
-
-def _load_tokenizer(engine: Engine) -> Tokenizer | None:
-    text = _text(engine, "tokenizer.json")
-    facts = engine.manifest.tokenizer
-    return None if text is None or facts is None else Tokenizer(text, facts)
-
-
-def _text(engine: Engine, name: str) -> str | None:
-    return engine.text(name).decode() if name in engine.text_names else None
-
-
-def _eos_token_ids(engine: Engine) -> frozenset[int]:
-    if engine.manifest.tokenizer is not None:
-        return frozenset(engine.manifest.tokenizer.eos_token_ids)
-    ids = engine.manifest.generation.get("eos_token_id")
-    return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from tapeout.plugins.errors import UsageError
-from tapeout.plugins.sample.params import shown
+from tapeout.plugins.sample.params import SamplingParams, shown
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.new_loop import SchedulerOptions
 from tapeout.runtime.scheduler.policies import MAX_PRIORITY, CapacityPolicy, ChunkingPolicy
@@ -85,6 +85,26 @@ def _policy(name: str, value: Any, default: E, problems: list[str]) -> E:
         names = ", ".join(member.value for member in kind)
         problems.append(f"{name} = {shown(value)}, expected one of {names}")
         return default
+
+
+def check_params(params: Any, num_prompts: int) -> list[SamplingParams]:
+    """Sampling parameters for each prompt, seeds included.
+
+    Raises:
+        UsageError: they are neither SamplingParams nor a list of as many.
+    """
+    if isinstance(params, SamplingParams):
+        params = [params] * num_prompts
+    if not isinstance(params, (list, tuple)):
+        raise UsageError(
+            f"sampling_params = {shown(params)}, expected SamplingParams or a list, one per prompt"
+        )
+    if len(params) != num_prompts:
+        raise UsageError(f"{len(params)} sampling_params for {num_prompts} prompts, expected as many or one")
+    wrong = {type(p).__name__ for p in params if not isinstance(p, SamplingParams)}
+    if wrong:
+        raise UsageError(f"sampling_params hold {', '.join(sorted(wrong))}, expected SamplingParams")
+    return [p.with_seed() for p in params]
 
 
 def check_priorities(priority: Any, num_prompts: int) -> list[int]:

@@ -4,10 +4,7 @@ Step n+1 is planned and submitted before the ids of step n are read, so host wor
 the executor. Hence an end the host learns from an id (EOS, stop id, stop string) is seen one
 step late: the request's row in the step already submitted is surplus, its result is dropped, and
 slot and pages are given back once that step has been read. An end by `max_tokens` is known when
-planning and needs no surplus row.
-
-A request that is paused follows the same rule: it is planned no more at once, the ids of the step it is
-part of are still its own, and slot and pages are given back when that step has been read. Then it waits
+planning and needs no surplus row. A request that is paused follows the same rule, and then waits
 again, with prompt and output so far as its context.
 """
 
@@ -15,35 +12,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 
-from tapeout.runtime.ends import ended_by_id, failed, not_finite, output_failed
+from tapeout.runtime.delivery import Delivery
+from tapeout.runtime.ends import failed, not_finite, output_failed
+from tapeout.runtime.engine import Engine
 from tapeout.runtime.kv_cache import KvCache
-from tapeout.runtime.observe import LoopStats, Observer
+from tapeout.runtime.leftovers import Leftovers
+from tapeout.runtime.observe import LoopCounts, LoopStats, Observer
 from tapeout.runtime.packing import pack_step
 from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Held
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
-from tapeout.runtime.scheduler.record import Pause, StepRecord
+from tapeout.runtime.scheduler.record import Pause, PauseCause, StepRecord, evictions_of
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
 from tapeout.runtime.scheduler.room import fit_to_pages, pages_short, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
-from tapeout.runtime.step import Executor, Logprob, StepHandle, StepResult
+from tapeout.runtime.step import Executor, StepResult
+from tapeout.runtime.unread import UnreadSteps
 
 logger = logging.getLogger("tapeout")
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    plan: StepPlan
-    handle: StepHandle
 
 
 class EngineLoop:
@@ -78,43 +71,36 @@ class EngineLoop:
         self.clock = clock
         self.on_step = on_step
         self.observer = observer
-        self._most_in_flight = 1 if overlap else 0
+        self._most_in_flight, self._admits = (1 if overlap else 0), True
         self._waiting = WaitingQueue()
         self.running = Running(
             num_slots=capacity.max_batch_size, max_output_tokens=executor.limits.max_seq_len
         )
-        self._draining: dict[str, Request] = {}  # ended or paused, but part of a step not read yet
-        self._in_flight: deque[_InFlight] = deque()
+        self._unread = UnreadSteps(self.running)
+        self._leftovers = Leftovers(self.running, kv_cache, capacity)
+        self._delivery = Delivery(self.running, self._finish)
         self._next_step = 0
-        self._last_read = -1
         self._arrivals = 0
         # Decided in this turn, for its record.
         self._admitted: list[Admission] = []
         self._paused: list[Pause] = []
-        self._counts = dict.fromkeys(
-            (
-                "steps",
-                "prompt_tokens",
-                "generation_tokens",
-                "recomputed_tokens",
-                "pauses",
-                "surplus_rows",
-                "failed_steps",
-                "requests_finished",
-            ),
-            0,
-        )
+        self._counts = LoopCounts()
 
     # ---- requests come and go -------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or len(self.running) or self._in_flight)
+        return bool(self._waiting or len(self.running) or len(self._unread))
+
+    @property
+    def is_vacant(self) -> bool:
+        """Nobody runs, and every step has been read."""
+        return not len(self.running) and not len(self._unread)
 
     @property
     def steps_read(self) -> int:
         """Steps whose results have been handed out; they are read in the order of their numbers."""
-        return self._last_read + 1
+        return self._unread.last_read + 1
 
     @property
     def next_step(self) -> int:
@@ -125,7 +111,8 @@ class EngineLoop:
         """Number the next step so; for simulated time in which nothing happened. Nothing may be running."""
         if self.has_work or step < self._next_step:
             raise RuntimeError(f"step {step} cannot follow {self._next_step - 1} now")
-        self._next_step, self._last_read = step, step - 1
+        self._next_step = step
+        self._unread.skip_to(step)
 
     def add(self, request: Request) -> None:
         """Queue a request; one that can never fit into the pool ends at once, with the numbers."""
@@ -142,12 +129,8 @@ class EngineLoop:
 
         Nothing happens for a request that is watched, waits, or has ended: its sink has them all.
         """
-        request = self.running.get(request_id)
-        if request is not None and not request.watched:
-            try:
-                self._deliver(request, ending=False)
-            except Exception as error:
-                self._finish(request, output_failed(request, error))
+        if (request := self.running.get(request_id)) is not None:
+            self._delivery.hand_over(request)
 
     def abort(self, request_id: str, stop_reason: str | None = None) -> bool:
         """End a request now; False when it is not known or has ended."""
@@ -157,21 +140,44 @@ class EngineLoop:
         self._finish(request, Finish(FinishReason.ABORT, stop_reason))
         return True
 
+    def abort_running(self) -> None:
+        """End every request that runs; those that wait go on waiting."""
+        for request_id in self.running.names():
+            self.abort(request_id)
+
     def abort_all(self) -> None:
         """End every request and wait for the executor, so that it can be closed."""
         for request_id in [*(r.request_id for r in self._waiting), *self.running.names()]:
             self.abort(request_id)
-        while self._in_flight:
-            self._read(self._in_flight[0])
+        self._read_all()
+
+    def hold_admissions(self, hold: bool) -> None:
+        """Give no slot to anybody who waits, or do so again."""
+        self._admits = not hold
+
+    def pause_all(self) -> None:
+        """Pause every running request and read all steps: they wait again, and what they have is context."""
+        self._pause(self.running.order[::-1], PauseCause.WEIGHTS)
+        self._read_all()
+
+    def load_weights(self, engine: Engine) -> None:
+        """Have the executor run with other weights; nothing that was computed before is served again.
+
+        Nobody may run: what they have in the KV cache comes from the old weights.
+        """
+        if not self.is_vacant:
+            raise RuntimeError("weights cannot change while requests run")
+        self.kv_cache.clear()  # whether it succeeds or fails half-way
+        self.executor.load_weights(engine)
+        self.kv_cache.set_weights(engine.weights_digest)
 
     def stats(self) -> LoopStats:
-        pool = self.kv_cache.pool
         return LoopStats(
             num_requests_running=len(self.running),
             num_requests_waiting=len(self._waiting),
-            kv_pages_used=pool.num_pages - pool.num_free,
-            kv_pages_total=pool.num_pages,
-            **self._counts,
+            kv_pages_used=self.kv_cache.num_used,
+            kv_pages_total=self.kv_cache.num_pages,
+            **asdict(self._counts),
         )
 
     # ---- one turn -------------------------------------------------------------------------
@@ -183,21 +189,22 @@ class EngineLoop:
         if self.capacity.may_pause and (short := pages_short(plan, self.kv_cache)) > 0:
             plan = self._make_room(plan, short)
         if plan.num_sequences:
-            self._tell(held, plan)
-            self._submit(plan)
+            self._submit(plan, held)
         elif self._admitted or self._paused:  # all pages are still on their way back
-            self._tell(held, plan)
+            self._tell(held, plan, self.kv_cache.num_used)
             self._next_step += 1
-        while len(self._in_flight) > (self._most_in_flight if plan.num_sequences else 0):
-            self._read(self._in_flight[0])
+        while len(self._unread) > (self._most_in_flight if plan.num_sequences else 0):
+            self._read()
         return self.has_work
 
     def _admit(self) -> Held | None:
         """Give slots to waiting requests; why the next one gets none."""
         if not self._waiting:
             return None
+        if not self._admits:
+            return self.capacity.held_for_weights(self._waiting)
         if self.kv_cache.any_to_store and self.capacity.num_free_slots:
-            self._store_pages()
+            self._leftovers.store_contexts()
         admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache)
         now = self.clock()
         for request, admission in admitted:
@@ -206,7 +213,7 @@ class EngineLoop:
             if request.times.admitted is None:
                 request.times.admitted = now
             if request.pauses:
-                self._counts["recomputed_tokens"] += admission.recompute_tokens
+                self._counts.recomputed_tokens += admission.recompute_tokens
             try:
                 self.executor.admit(
                     request.slot, request.params, request.prompt_token_ids, request.output_token_ids
@@ -219,42 +226,46 @@ class EngineLoop:
     def _make_room(self, plan: StepPlan, short: int) -> StepPlan:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
-        draining = np.array([r.slot for r in self._draining.values()], np.int64)
+        draining = np.array([r.slot for r in self._unread.draining()], np.int64)
         paused = slots_to_pause(plan, running, kv_cache, draining)
-        # Paused one after the other: what one shares with those before it comes back with them.
-        returning = kv_cache.returning_pages(paused[::-1])[::-1].tolist()
-        for slot, pages in zip(paused.tolist(), returning, strict=True):
-            request = running.request(slot)
-            self._paused.append(Pause(request.request_id, pages, short, int(running.planned_tokens[slot])))
-            self._counts["pauses"] += 1
-            running.pause(request)
-            if self._in_unread_step(request):
-                self._draining[request.request_id] = request
-            else:
-                self._queue_again(request)
+        self._pause(paused, PauseCause.PAGES, short)
         return fit_to_pages(plan, running, kv_cache, paused)
+
+    def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
+        """One after the other: what one shares with those before it comes back with them."""
+        returning = self.kv_cache.returning_pages(slots[::-1])[::-1].tolist()
+        planned = self.running.planned_tokens(slots).tolist()
+        for slot, pages, tokens in zip(slots.tolist(), returning, planned, strict=True):
+            request = self.running.request(slot)
+            self._paused.append(Pause(request.request_id, cause, pages, short_pages, tokens))
+            self._counts.pauses += 1
+            self.running.pause(request)
+            if not self._unread.hold(request):
+                self._queue_again(request)
 
     def _queue_again(self, request: Request) -> None:
         """A paused request gives back slot and pages; its tokens so far become context."""
         slot, running = request.slot, self.running
-        if not request.watched:
-            try:
-                self._deliver(request, ending=False)
-            except Exception as error:
-                self._finish(request, output_failed(request, error))
-                return
+        if not self._delivery.hand_over(request):
+            return
         output_ids = running.output_ids[slot, : running.output_tokens[slot]].copy()
         request.paused_with(output_ids, int(running.cached_tokens[slot]))
         running.remove(request)
-        self._release(request)
+        self._leftovers.release(request)
         self._waiting.add(request)
 
-    def _tell(self, held: Held | None, plan: StepPlan) -> None:
+    def _tell(self, held: Held | None, plan: StepPlan, pages_used: int) -> None:
         """Give the step's record to whoever listens."""
+        evicted = self.kv_cache.take_evictions()
         if self.on_step is not None or self.observer is not None:
-            used = self.kv_cache.num_pages - self.kv_cache.num_free
             record = StepRecord(
-                tuple(self._admitted), held, tuple(self._paused), plan, len(self._waiting), used
+                tuple(self._admitted),
+                held,
+                tuple(self._paused),
+                plan,
+                len(self._waiting),
+                pages_used,
+                evictions_of(evicted, plan.names),
             )
             if self.observer is not None:
                 self.observer.on_step(record)
@@ -262,24 +273,28 @@ class EngineLoop:
                 self.on_step(record)
         self._admitted, self._paused = [], []
 
-    def _submit(self, plan: StepPlan) -> None:
-        """Queue the step and move its requests' planned state forward."""
-        self._next_step += 1
-        self._counts["steps"] += 1
-        running, slots = self.running, plan.slots
-        running.cached_tokens[slots] = plan.ends
-        running.planned_tokens[slots] += plan.samples
+    def _submit(self, plan: StepPlan, held: Held | None) -> None:
+        """Give the step its pages, tell of it, queue it, and move its requests' planned state forward."""
+        used, failure = self.kv_cache.num_used, None
         try:
-            self.kv_cache.grow(slots, plan.ends)
+            self.kv_cache.grow(plan.slots, plan.ends)
+        except Exception as error:
+            failure = error
+        self._tell(held, plan, used)
+        self._next_step += 1
+        self._counts.steps += 1
+        self.running.advance(plan)
+        try:
+            if failure is not None:
+                raise failure
             if self.kv_cache.has_copies:
                 self._copy_pages()
-            handle = self.executor.submit(pack_step(plan, running, self.kv_cache))
+            handle = self.executor.submit(pack_step(plan, self.running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
             return
-        running.last_step[slots] = plan.step
-        self._in_flight.append(_InFlight(plan, handle))
-        self._counts["prompt_tokens"] += int(plan.sizes[: plan.num_context].sum())
+        self._unread.add(plan, handle)
+        self._counts.prompt_tokens += plan.context_rows
 
     def _copy_pages(self) -> None:
         """Have the executor carry out page copies before the step that relies on them."""
@@ -293,99 +308,58 @@ class EngineLoop:
                     self._fail(request, error)
             raise
 
-    def _read(self, step: _InFlight) -> None:
-        """Wait for a step, hand out its ids, and release what no later step uses."""
+    def _read(self) -> None:
+        """Wait for the first unread step, hand out its ids, and release what no later step uses."""
+        step = self._unread.first()
         outcome: StepResult | Exception
         try:
             outcome = step.handle.result()
         except Exception as error:
             outcome = error
         # Only now: a KeyboardInterrupt while waiting leaves the step in flight, to be read later.
-        self._in_flight.popleft()
-        self._last_read = step.plan.step
-        self.kv_cache.step_read(self._last_read)
+        self._unread.was_read()
+        self.kv_cache.step_read(step.plan.step)
         if isinstance(outcome, Exception):
             self._fail_step(step.plan, outcome)
         else:
             self._hand_out(step.plan, outcome)
-        if self._draining:
-            for request in [r for r in self._draining.values() if not self._in_unread_step(r)]:
-                del self._draining[request.request_id]
-                if request.finish is None:
-                    self._queue_again(request)
-                else:
-                    self._release(request)
+        for request in self._unread.drained():
+            if request.finish is None:
+                self._queue_again(request)
+            else:
+                self._leftovers.release(request)
+
+    def _read_all(self) -> None:
+        while len(self._unread):
+            self._read()
 
     def _hand_out(self, plan: StepPlan, result: StepResult) -> None:
         """Take the ids of all rows at once, then look at the requests that something happens to."""
         now, running = self.clock(), self.running
         slots, token_ids = plan.sampled_slots, result.token_ids
-        logprobs: Sequence[dict[int, Logprob] | None] = result.logprobs
+        rows: np.ndarray | None = None  # of the step, where some are left out
         alive = running.alive[slots]
         taken = alive & result.finite
         if not taken.all():
-            self._counts["surplus_rows"] += len(slots) - int(np.count_nonzero(alive))
+            self._counts.surplus_rows += len(slots) - int(np.count_nonzero(alive))
             for row in np.flatnonzero(alive & ~result.finite).tolist():
                 if running.alive[slots[row]]:  # a consumer may just have ended it
                     position = int(plan.starts[plan.samples][row])
                     self._fail(running.request(slots[row]), not_finite(position))
-            slots, token_ids = slots[taken], token_ids[taken]
-            logprobs = [logprobs[row] for row in np.flatnonzero(taken).tolist()]
-        self._counts["generation_tokens"] += len(slots)
+            rows = taken.nonzero()[0]
+            slots, token_ids = slots[rows], token_ids[rows]
+        self._counts.generation_tokens += len(slots)
         for i in running.append(slots, token_ids).tolist():
             if running.alive[slots[i]]:
-                self._look_at(running.request(slots[i]), int(token_ids[i]), logprobs[i], now)
+                logprobs = result.logprobs[i if rows is None else rows[i]]
+                self._delivery.look_at(running.request(slots[i]), int(token_ids[i]), logprobs, now)
         if self.kv_cache.any_to_store and self.kv_cache.events.enabled:
-            self._store_pages()
-
-    def _store_pages(self) -> None:
-        """Leave pages that have become full to the prefix cache. It sees them when somebody looks: before
-        an admission, at their request's end, after every step when events tell others of them."""
-        # Finite logits show that what a request has in the cache is sound; before, nothing does.
-        ready = self.running.alive & self.running.has_sampled
-        for slot in self.kv_cache.slots_to_store(ready):
-            self._store(self.running.request(slot))
-
-    def _store(self, request: Request) -> None:
-        slot, running = request.slot, self.running
-        # The last id has been read, but it has not been, or may not have been, in a step that was.
-        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1
-        self.kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))
-
-    def _look_at(
-        self, request: Request, token_id: int, logprobs: dict[int, Logprob] | None, now: float
-    ) -> None:
-        """A token was read that is its request's first, may be its last, or is watched for."""
-        output_tokens = int(self.running.output_tokens[request.slot])
-        if output_tokens == 1:
-            request.times.first_token = now
-        finish = ended_by_id(request, token_id, output_tokens) if token_id in request.ending_ids else None
-        if request.watched:
-            try:
-                stop = request.sink.on_token(token_id, logprobs, finish is not None)
-            except Exception as error:
-                self._finish(request, output_failed(request, error))
-                return
-            if finish is None and stop is not None:
-                finish = Finish(FinishReason.STOP, stop)
-        if finish is None and output_tokens >= request.max_tokens:
-            finish = Finish(FinishReason.LENGTH)
-        if finish is not None:
-            self._finish(request, finish)
-        else:
-            self.running.looked_at(request)
-
-    def _deliver(self, request: Request, *, ending: bool) -> None:
-        """Give the sink all tokens read since the last time; raises what it raises."""
-        token_ids = self.running.ids_from(request.slot, request.handed_tokens)
-        if token_ids:
-            request.handed_tokens += len(token_ids)
-            request.sink.on_tokens(token_ids, ending)
+            self._leftovers.store_contexts()
 
     # ---- ends -----------------------------------------------------------------------------
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
-        self._counts["failed_steps"] += 1
+        self._counts.failed_steps += 1
         logger.error("step %d failed: %s", plan.step, error, exc_info=error)
         for slot in plan.slots.tolist():
             if self.running.alive[slot]:
@@ -399,21 +373,17 @@ class EngineLoop:
         waited = self._waiting.remove(request.request_id) is not None
         if not waited and not request.watched:
             try:
-                self._deliver(request, ending=finish.reason is FinishReason.STOP)
+                self._delivery.deliver(request, ending=finish.reason is FinishReason.STOP)
             except Exception as error:
                 finish = output_failed(request, error)
         request.finish = finish
         request.times.finished = self.clock()
-        self._counts["requests_finished"] += 1
+        self._counts.requests_finished += 1
         self.running.remove(request)
         if self.observer is not None:
             self._tell_end(request, waited)
-        # Whoever drains already is released with the others that do.
-        if not waited and request.request_id not in self._draining:
-            if self._in_unread_step(request):
-                self._draining[request.request_id] = request
-            else:
-                self._release(request)
+        if not waited and not self._unread.hold(request):
+            self._leftovers.release(request)
         try:
             request.sink.on_finish(finish, request.times)
         except Exception:
@@ -426,15 +396,5 @@ class EngineLoop:
             output_tokens = int(self.running.output_tokens[request.slot])
             last_step = int(self.running.last_step[request.slot])
         # A later step that holds a row of it has not been read, and its row is surplus.
-        step = min(last_step, self._last_read) if last_step >= 0 and output_tokens else self._next_step
+        step = min(last_step, self._unread.last_read) if last_step >= 0 and output_tokens else self._next_step
         self.observer.on_finish(request, step, output_tokens)
-
-    def _in_unread_step(self, request: Request) -> bool:
-        return bool(self.running.last_step[request.slot] > self._last_read)
-
-    def _release(self, request: Request) -> None:
-        has_failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
-        if not has_failed and self.running.has_sampled[request.slot]:
-            self._store(request)
-        self.kv_cache.free(request.slot, failed=has_failed)
-        self.capacity.release(request)

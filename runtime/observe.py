@@ -9,22 +9,28 @@ from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Request
 
 
-@dataclass(frozen=True)
-class LoopStats:
-    """Counts since the start, and what holds now.
+@dataclass(kw_only=True)
+class LoopCounts:
+    """Counts since the start.
 
     `prompt_tokens` are context tokens computed; `recomputed_tokens` those among them that had been
-    computed before their request was paused. Paused requests count as waiting.
+    computed before their request was paused.
     """
 
-    steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    recomputed_tokens: int
-    pauses: int
-    surplus_rows: int
-    failed_steps: int
-    requests_finished: int
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: int = 0
+    pauses: int = 0
+    surplus_rows: int = 0
+    failed_steps: int = 0
+    requests_finished: int = 0
+
+
+@dataclass(kw_only=True)
+class LoopStats(LoopCounts):
+    """The counts, and what holds now. Paused requests count as waiting."""
+
     num_requests_running: int
     num_requests_waiting: int
     kv_pages_used: int

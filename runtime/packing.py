@@ -13,7 +13,7 @@ from tapeout.runtime.step import FROM_SLOT, StepInputs
 def pack_step(plan: StepPlan, running: Running, kv_cache: KvCache) -> StepInputs:
     """The inputs of a planned step; the page tables must already cover its tokens."""
     slots, kv_lens = plan.slots.astype(np.int32), plan.ends
-    page_table = kv_cache.tables[plan.slots, : kv_cache.pages_for(int(kv_lens.max()))]
+    page_table = kv_cache.tables[:, : kv_cache.pages_for(int(kv_lens.max()))][plan.slots]
     if plan.num_context == 0:  # one row a sequence
         count = np.arange(len(slots) + 1, dtype=np.int32)
         return StepInputs(
@@ -26,12 +26,12 @@ def pack_step(plan: StepPlan, running: Running, kv_cache: KvCache) -> StepInputs
             row_ids=count[:-1],
             row_slots=slots,
         )
-    cu_q = np.zeros(len(slots) + 1, np.int32)
-    np.cumsum(plan.sizes, out=cu_q[1:])
+    cu_q, sizes = np.zeros(len(slots) + 1, np.int32), plan.sizes
+    sizes.cumsum(out=cu_q[1:])
     total = int(cu_q[-1])
     return StepInputs(
         token_ids=_token_ids(plan, running, total),
-        positions=np.arange(total, dtype=np.int32) + np.repeat(plan.starts - cu_q[:-1], plan.sizes),
+        positions=np.arange(total, dtype=np.int32) + (plan.starts - cu_q[:-1]).repeat(sizes),
         cu_q=cu_q,
         kv_lens=kv_lens,
         page_table=page_table,

@@ -8,7 +8,7 @@ planned before the ids of step n are known.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob, SampleResult
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_cache.pages import PageCopies
+
+if TYPE_CHECKING:
+    from tapeout.runtime.engine.reader import Engine
 
 __all__ = ["FROM_SLOT", "NO_IDS", "Executor", "Logprob", "StepHandle", "StepInputs", "StepResult"]
 
@@ -77,6 +80,14 @@ class Executor(PageCopies, Protocol):
 
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Queue a step and return at once."""
+
+    def load_weights(self, engine: Engine) -> None:
+        """Run with the weights of another engine from the next step on (`engine/replacement.py` says which).
+
+        Waits for queued steps and for the weights; the caller closes the old engine afterwards. KV pages
+        and the slots' sampling state stay as they are. After a failure either the old weights still run, or
+        every step fails with the reason until weights were loaded again.
+        """
 
     def close(self) -> None:
         """Finish queued work and free memory and threads."""

@@ -21,7 +21,6 @@ _PADDING = 3  # rows of a bucket that a step of checking leaves empty
 #: (query rows, cache length after) that steps of checking begin with: prefill, a later chunk, decode.
 _CHECKED = ((33, 33), (1, 50), (20, 83), (1, 1), (3, 100), (1, 129), (70, 70), (1, 260))
 _ROPE_BASE = 10000.0
-_INTEGERS = {"token_ids", "row_ids"}
 
 
 def weight_names(signature: OpSignature) -> list[str]:
@@ -45,19 +44,20 @@ def operands(
         step: of checking; integers stay below what it holds.
         stored: where the numbers of an operand begin in the pack, by its name.
     """
-    vocab = int(signature.weights[0].shape[0]) if signature.weights else 1
-    limits = {"token_ids": vocab, "row_ids": step.rows}
+    gathered = int(signature.weights[0].shape[0]) if signature.weights else 1  # rows of a table, or experts
+    limits = {"token_ids": gathered, "row_ids": step.rows, "expert_ids": gathered}
 
     def made(name: str, kind: TensorType) -> Operand:
         seed = seed_of(f"{signature.key()} {name}")
         if name == "positions":
             return Operand(kind.dtype, kind.shape, Content("step", name="positions"))
-        if name in _INTEGERS:
+        if name in limits:
             return Operand(kind.dtype, kind.shape, Content("integers", seed, high=limits[name]))
         if name in stored:
             return Operand(kind.dtype, kind.shape, Content("stored", start=stored[name]))
         matrix = name == "weight" and len(kind.shape) == 2 and signature.op != "embedding"
-        deviation = int(kind.shape[1]) ** -0.5 if matrix else 1.0
+        matrices = len(kind.shape) == 3 and kind.shape[0] != signature.outputs[0].shape[0]  # of experts
+        deviation = int(kind.shape[-1]) ** -0.5 if matrix or matrices else 1.0
         return Operand(kind.dtype, kind.shape, Content("normal", seed, factor=factor_of(deviation)))
 
     inputs = tuple(map(made, input_names(signature), signature.inputs))

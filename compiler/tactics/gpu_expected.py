@@ -26,6 +26,7 @@ from tapeout.runtime.tactic_timer.steps import ONE_PAGE, step_tensors
 _ROWS, _COLUMNS = 4, 64  # sampled of a result
 _SEQUENCES, _SEQUENCE_WORK = 4, 160 * 512  # sampled of a step; query rows times keys torch may look at
 _MAX_WEIGHT_ELEMENTS = 1 << 26  # of an op that needs all of a weight for any element
+_MAX_GATHERED_ELEMENTS = 1 << 28  # of experts, of which a row needs its own alone
 _POOL_ROWS = 4
 
 
@@ -62,18 +63,22 @@ def _of_rows(signature: OpSignature, entry: Entry, stored: Mapping[str, np.ndarr
     names = (*input_names(signature), *weight_names(signature))
     values = _Values(entry, stored)
     cut = columns if rules.columns else np.arange(width)
-    ids = {
-        name: values.of(name, operand, rows)
-        for name, operand in zip(names, entry.inputs, strict=False)
-        if name in rules.gathered.values()
+    by_name = dict(zip(names, (*entry.inputs, *entry.weights), strict=True))
+    tables = {name: by_name[ids] for name, ids in rules.gathered.items() if name in by_name}
+    rows = rows[: _rows_to_gather([(by_name[name], ids) for name, ids in tables.items()])]
+    asked = {
+        name: np.unique(values.of(name, by_name[name], rows).numpy(), return_inverse=True)
+        for name in set(rules.gathered.values())
     }
 
     def tensor(name: str, operand: Operand, is_weight: bool) -> torch.Tensor:
         shape = operand.shape
-        if name in ids:  # what is gathered stands in the order in which it is asked for
-            return torch.arange(len(rows), dtype=torch.int32)
+        if name in asked:  # places among what is gathered
+            places = asked[name][1].reshape(len(rows), *map(int, shape[1:]))
+            return torch.from_numpy(places.astype(np.int32))
         if name in rules.gathered:
-            part = values.of(name, operand, ids[rules.gathered[name]].numpy().astype(np.int64))
+            found = asked[rules.gathered[name]][0].astype(np.int64)
+            part = values.of(name, operand, found, gathered=True)
         elif name in rules.columns and is_weight:
             part = values.of(name, operand, _blocks(cut, int(shape[0]), width))
         elif is_weight:
@@ -86,7 +91,7 @@ def _of_rows(signature: OpSignature, entry: Entry, stored: Mapping[str, np.ndarr
 
     tensors = [
         tensor(name, operand, index >= len(entry.inputs))
-        for index, (name, operand) in enumerate(zip(names, (*entry.inputs, *entry.weights), strict=True))
+        for index, (name, operand) in enumerate(by_name.items())
     ]
     inputs, weights = tensors[: len(entry.inputs)], tensors[len(entry.inputs) :]
     results = bind_reference(signature.op, inputs, weights, signature.attrs)()
@@ -97,6 +102,15 @@ def _of_rows(signature: OpSignature, entry: Entry, stored: Mapping[str, np.ndarr
         picked = flat if rules.columns else flat[:, kept]
         found.append(Sampled(index, tuple(rows.tolist()), tuple(kept.tolist()), picked))
     return tuple(found)
+
+
+def _rows_to_gather(pairs: Sequence[tuple[Operand, Operand]]) -> int | None:
+    """How many rows' gathered elements are no more than one operand may have; at least one row.
+
+    pairs: operands that are gathered from, with the operands of their ids.
+    """
+    most = [_MAX_GATHERED_ELEMENTS // (_width(table.shape) * _width(ids.shape)) for table, ids in pairs]
+    return max(1, min(most)) if most else None
 
 
 def _of_sequences(
@@ -204,8 +218,9 @@ class _Values:
         self._entry, self._stored = entry, stored
         self._page = ONE_PAGE if entry.cache is None else entry.cache.tokens_per_page
 
-    def of(self, name: str, operand: Operand, rows: np.ndarray) -> torch.Tensor:
+    def of(self, name: str, operand: Operand, rows: np.ndarray, *, gathered: bool = False) -> torch.Tensor:
         """Rows (elements of a vector) in the operand's dtype: [rows, ...]."""
+        most_elements = _MAX_GATHERED_ELEMENTS if gathered else _MAX_WEIGHT_ELEMENTS
         content, rest = operand.content, tuple(int(d) for d in operand.shape[1:])
         if content.kind == "step":
             tensors = step_tensors(self._entry.check, self._page, self._entry.rows)
@@ -218,10 +233,10 @@ class _Values:
             made = torch.from_numpy(integers(content.seed, lines, columns, content.high))
         else:
             count = len(lines) * len(columns)
-            if count > _MAX_WEIGHT_ELEMENTS:
+            if count > most_elements:
                 raise UnsupportedError(
                     f"{self._entry.title()}: an element of the result takes {count:,} elements of an "
-                    f"operand, expected at most {_MAX_WEIGHT_ELEMENTS:,}",
+                    f"operand, expected at most {most_elements:,}",
                     hint="say in the op's cases.py what an element depends on (SAMPLING)",
                 )
             values = normals(content.seed, lines, columns, content.factor)

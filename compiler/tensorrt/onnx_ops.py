@@ -263,7 +263,7 @@ def _embedding(g: Writer, x: Tensors, w: Weights, attrs: Mapping[str, AttrValue]
 
 
 def _select_rows(g: Writer, x: Tensors, w: Weights, attrs: Mapping[str, AttrValue]) -> Tensors:
-    """Padding rows ask for row 0 (step_buffers.py): a bound here would need the shape on the device."""
+    """Padding rows ask for row 0 (replay.py sees to it): a bound here would need the shape on the device."""
     return [g.op("Gather", [x[0], x[1]], {"axis": 0})]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tapeout.plugins.case import Case, Tolerance, signature
+from tapeout.plugins.case import Case, Sampling, Tolerance, signature
 from tapeout.plugins.cpu import TensorType
 
 #: Two products of random weights and an activation between: sums in another order, one more rounding each.
 TOLERANCE = {"float32": Tolerance(3e-5, 2e-5), "bfloat16": Tolerance(6e-2, 3e-2)}
+#: A row needs its own experts alone.
+SAMPLING = Sampling(gathered=dict.fromkeys(("up", "down", "up_bias", "down_bias"), "expert_ids"))
 
 
 def _case(

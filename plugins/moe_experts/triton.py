@@ -49,10 +49,11 @@ def gated(gate, up, alpha, limit, kind: tl.constexpr, ACTIVATION: tl.constexpr, 
         up = tl.maximum(tl.minimum(up, limit), -limit)
         turned = sigmoid((gate * alpha).to(kind).to(tl.float32)).to(kind).to(tl.float32)
         swish = (gate * turned).to(kind).to(tl.float32)
-        return ((up + 1.0).to(kind).to(tl.float32) * swish).to(kind)
-    value = activate(gate, ACTIVATION).to(kind)
-    if GATED:
-        value = (value.to(tl.float32) * up).to(kind)
+        value = ((up + 1.0).to(kind).to(tl.float32) * swish).to(kind)
+    else:
+        value = activate(gate, ACTIVATION).to(kind)
+        if GATED:
+            value = (value.to(tl.float32) * up).to(kind)
     return value
 
 

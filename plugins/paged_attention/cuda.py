@@ -191,10 +191,12 @@ class Split(PagedAttention):
         stages: int = 3,
         *,
         packed: bool = False,
+        per_sm: int = 4,
     ) -> None:
         super().__init__(tile or _SAFE_TILE)
         self.decode_only, self.reads_rows = tile is None, packed
         self._block_n, self._warps, self._stages = block_n, warps, stages
+        self._per_sm = per_sm if self.decode_only else 2 * per_sm  # beside context few have work
         decode, context = f"{block_n}_w{warps}s{stages}", "packed" if packed else "context"
         self.name = f"triton_split_{decode}_{context}_{tile.label}" if tile else f"triton_decode_{decode}"
 
@@ -212,10 +214,9 @@ class Split(PagedAttention):
         return rows if self.decode_only else min(rows, _FEW_DECODES)
 
     def splits(self, signature: OpSignature, rows: int, target: CudaTarget) -> int:
-        """A power of two that gives each multiprocessor about four blocks, eight where few have work."""
+        """A power of two that gives each multiprocessor about so many blocks."""
         blocks = self._slots(rows) * int(signature.inputs[1].shape[1])
-        per_sm = 4 if self.decode_only else 8
-        return min(_MAX_SPLITS, power_of_two(max(1, per_sm * target.sm_count // blocks)))
+        return min(_MAX_SPLITS, power_of_two(max(1, self._per_sm * target.sm_count // blocks)))
 
     def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
         return 0.9 if self.decode_only else 1.0

@@ -6,7 +6,7 @@ from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, LaunchSpec
 from tapeout.plugins.paged_attention.cuda import TACTICS as ATTENTION
 from tapeout.plugins.paged_attention.cuda import PagedAttention
-from tapeout.plugins.rope_attention.cuda_decode import DecodeTurned
+from tapeout.plugins.rope_attention.cuda_decode import DecodeEarly, DecodeTurned
 from tapeout.plugins.rope_attention.parts import attention_of, head_arguments, norm_constants, partly_turned
 from tapeout.plugins.triton_aot.redirect import shift_weights, to_workspace
 from tapeout.plugins.triton_aot.tactic import (
@@ -120,4 +120,7 @@ TACTICS: tuple[CudaTactic, ...] = (
     DecodeTurned(128),
     DecodeTurned(32, stages=3),
     DecodeTurned(64, warps=2, stages=3),
+    DecodeEarly(64, warps=4, per_sm=1),
+    DecodeEarly(64, warps=4, per_sm=4),
+    DecodeEarly(128, warps=8, per_sm=1),
 )

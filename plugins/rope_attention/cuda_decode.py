@@ -10,15 +10,18 @@ from tapeout.plugins.triton_aot.tactic import TritonTactic, launch, pointer, pow
 
 
 class DecodeTurned(TritonTactic):
-    """`decode_turned`: splits and sizes are those of a `Split` without a context tile."""
+    """`decode_turned`: splits and sizes are those of a `Split` without a context tile; tiles of the cache
+    pass through shared memory."""
 
     op = "rope_attention"
     batch_invariant = False
     decode_only = True
 
-    def __init__(self, block_n: int, warps: int = 4, stages: int = 2) -> None:
+    _kernel = "rope_attention.triton_decode:decode_turned"
+
+    def __init__(self, block_n: int, warps: int = 4, stages: int = 2, per_sm: int = 4) -> None:
         super().__init__()
-        self._attention = Split(None, block_n, warps, stages)
+        self._attention = Split(None, block_n, warps, stages, per_sm=per_sm)
         self._block_n, self._warps, self._stages = block_n, warps, stages
         self.name = f"triton_decode_turned_{block_n}_w{warps}s{stages}"
 
@@ -74,7 +77,21 @@ class DecodeTurned(TritonTactic):
         grid = (GridDim(1), GridDim(0, kv_heads), GridDim(0, splits))
         return (
             launch(
-                "rope_attention.triton_decode:decode_turned", [arguments[n] for n in names], constants, grid,
+                self._kernel, [arguments[n] for n in names], constants, grid,
                 self._warps, self._stages, fp_fusion=False,
             ),
         )  # fmt: skip
+
+
+class DecodeEarly(DecodeTurned):
+    """`decode_early`, for few rows: with more, hiding a load's latency by other blocks' work is faster.
+
+    per_sm: blocks a multiprocessor gets.
+    """
+
+    max_rows = 4
+    _kernel = "rope_attention.triton_early:decode_early"
+
+    def __init__(self, block_n: int, warps: int, per_sm: int) -> None:
+        super().__init__(block_n, warps, stages=1, per_sm=per_sm)
+        self.name = f"triton_decode_early_{block_n}_w{warps}_x{per_sm}"

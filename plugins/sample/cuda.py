@@ -1,14 +1,14 @@
 """Launches of sampling on a CUDA device; the planner puts them around the model's own.
 
-`fill_launch` stands before the model: token ids of -1 become the ids sampled last, so that a step
-can be planned before its ids are known. `sample_launches` stand after it: input 0 is the logits
+`receive_launch` stands before the model: it brings the step's tensors, with the ids sampled last where the
+host did not know them when it planned the step. `sample_launches` stand after it: input 0 is the logits
 [R, V]. They read and write step tensors only (see STEP_TENSORS).
 """
 
 from __future__ import annotations
 
 from tapeout.plugins.cpu import TensorType
-from tapeout.plugins.cuda import Arg, GridDim, LaunchSpec
+from tapeout.plugins.cuda import TURNS, Arg, GridDim, LaunchSpec
 from tapeout.plugins.sample.logprob_words import DEVICE_LOGPROBS, LOGPROB_WORDS
 from tapeout.plugins.sample.state import bits_row, counts_row
 from tapeout.plugins.triton_aot.tactic import (
@@ -21,18 +21,33 @@ from tapeout.plugins.triton_aot.tactic import (
     workspace,
 )
 
-_FILL_BLOCK, _CHUNK, _BLOCK = 256, 4096, 4096
+_CHUNK, _BLOCK = 4096, 4096
+_INBOX_ROWS, _INBOX_COLUMNS = 32, 64
 _FULL_BLOCK = 2048  # smaller blocks in place of spilled registers
 _SLOT_OF_ROW = ("row_ids", "row_seqs", "seq_slots")
 _SLOT_STATE = ("sample_state", "sample_bits", "output_counts")
 
 
-def fill_launch() -> LaunchSpec:
-    """One launch over the step's T rows."""
-    names = ("token_ids", "counts", "row_seqs", "seq_slots", "last_ids")
-    constants = {"BLOCK": _FILL_BLOCK}
-    grid = (GridDim(_FILL_BLOCK),)
-    return launch("sample.triton:fill_token_ids", [step(n) for n in names], constants, grid, num_warps=4)
+def receive_launch(
+    max_num_tokens: int, max_batch_size: int, max_seq_len: int, tokens_per_page: int
+) -> LaunchSpec:
+    """One launch over the step's T rows, none of which is beyond the engine's limits."""
+    names = (
+        "turns", "inbox", "counts", "cu_q", "kv_lens", "row_ids", "seq_slots", "token_ids", "positions",
+        "row_seqs", "page_table", "last_ids",
+    )  # fmt: skip
+    constants = {
+        "TOKENS": max_num_tokens, "BATCH": max_batch_size, "PAGE": tokens_per_page, "ROWS": _INBOX_ROWS,
+        "COLUMNS": _INBOX_COLUMNS, "TURNS": TURNS,
+    }  # fmt: skip
+    max_pages = ceil_div(max_seq_len, tokens_per_page)
+    return launch(
+        "sample.triton_inbox:receive",
+        [*_steps(*names), _scalar("inbox_words"), _scalar("max_pages")],
+        constants,
+        (GridDim(_INBOX_ROWS), GridDim(0, 1 + ceil_div(max_pages, _INBOX_COLUMNS))),
+        num_warps=2,
+    )
 
 
 def sample_workspace_bytes(logits: TensorType, rows: int, *, full: bool = False) -> int:
@@ -65,15 +80,15 @@ def sample_launches(
         fp_fusion=False,
     )
     names = (
-        "counts", "row_ids", "row_seqs", "positions", "seq_slots", "sample_state", "out_ids", "out_finite",
-        "last_ids", "sample_bits", "output_counts",
+        "counts", "row_ids", "row_seqs", "positions", "seq_slots", "sample_state", "out_ids", "last_ids",
+        "sample_bits", "output_counts", "turns", "outbox",
     )  # fmt: skip
     choose = launch(
         "sample.triton:choose",
-        [source, *scratch.maxima(), *_steps(*names), row],
+        [source, *scratch.maxima(), *_steps(*names), _scalar("outbox_words"), row],
         {
             "VALID": valid, "BLOCK": _FULL_BLOCK if full else _BLOCK, "CHUNKS": chunks,
-            "CHUNKS_BLOCK": power_of_two(chunks), **slots,
+            "CHUNKS_BLOCK": power_of_two(chunks), "TURNS": TURNS, **slots,
         },
         (GridDim(1),),
         num_warps=16,
@@ -110,6 +125,10 @@ def _logprob_launches(
 
 def _steps(*names: str) -> list[Argument]:
     return [step(name) for name in names]
+
+
+def _scalar(kind: str) -> Argument:
+    return Argument(kind, "i32", Arg(kind))
 
 
 class _Scratch:

@@ -19,19 +19,6 @@ _NUM_SAMPLED: tl.constexpr = tl.constexpr(14)
 
 
 @triton.jit
-def fill_token_ids(
-    token_ids, counts, row_seqs, seq_slots, last_ids, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """A token id of -1 becomes the id its slot sampled last. Grid (row blocks,)."""
-    T = take_turn(counts, 0, OVERLAP)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < T
-    missing = inside & (tl.load(token_ids + row, mask=inside, other=0) == -1)
-    slot = tl.load(seq_slots + tl.load(row_seqs + row, mask=missing, other=0), mask=missing, other=0)
-    tl.store(token_ids + row, tl.load(last_ids + slot, mask=missing, other=0), mask=missing)
-
-
-@triton.jit
 def slot_of(logit_row, row_ids, row_seqs, seq_slots):
     return tl.load(seq_slots + tl.load(row_seqs + tl.load(row_ids + logit_row)))
 
@@ -166,11 +153,13 @@ def weight_from(source, key, VALID: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.
 @triton.jit
 def choose(
     logits, values, indices, finites, counts, row_ids, row_seqs, positions, seq_slots, sample_state,
-    out_ids, out_finite, last_ids, sample_bits, output_counts, logits_row,
+    out_ids, last_ids, sample_bits, output_counts, turns, outbox, outbox_words, logits_row,
     VALID: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
-    COUNTS_ROW: tl.constexpr, BITS_ROW: tl.constexpr, FULL: tl.constexpr, OVERLAP: tl.constexpr,
+    COUNTS_ROW: tl.constexpr, BITS_ROW: tl.constexpr, TURNS: tl.constexpr, FULL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The id of one row; FULL counts it for the slot, which no other row of the step has. Grid (rows,).
+    """The id of one row, for the next step and for the host; FULL counts it for the slot, which no other row
+    of the step has. Grid (rows,).
 
     Borders of top-k and top-p are found by bisecting the 32-bit order of z: whatever the
     distribution, 32 passes over the row each.
@@ -199,7 +188,9 @@ def choose(
         source = (logits + r.to(tl.int64) * logits_row, highest, temperature, adjust)
         chosen = draw(source, state, tl.load(positions + row), VALID, BLOCK, FULL)
     tl.store(out_ids + r, chosen)
-    tl.store(out_finite + r, finite)
+    mine = outbox + ((tl.load(turns) - 1) & (TURNS - 1)) * outbox_words
+    tl.store(mine + r, chosen)
+    tl.store(mine + outbox_words // 2 + r, finite)
     tl.store(last_ids + slot, chosen)
     if FULL:
         count_chosen(state, output_counts + slot.to(tl.int64) * COUNTS_ROW, chosen, finite)

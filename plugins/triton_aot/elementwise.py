@@ -60,17 +60,18 @@ def scale(
 
 @triton.jit
 def copy(
-    x, out, counts, x_row, x_group, out_row, out_group,
+    x, out, counts, x_row, x_group, out_row, out_group, x_step,
     COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out = x."""
+    """out = x, whose elements are x_step apart: 0 where one is repeated."""
     T = take_turn(counts, COUNT, OVERLAP)
     row = tl.program_id(0)
     if row >= T:
         return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < GROUPS * DIM
-    value = tl.load(x + at(row, columns, x_row, x_group, GROUPS, DIM), mask=inside)
+    source = x + row.to(tl.int64) * x_row + (columns // DIM) * x_group + (columns % DIM) * x_step
+    value = tl.load(source, mask=inside)
     tl.store(out + at(row, columns, out_row, out_group, GROUPS, DIM), value, mask=inside)
 
 

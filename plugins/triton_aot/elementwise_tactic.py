@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tapeout.plugins.cpu import OpSignature
+from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import Arg, CudaTarget, GridDim, LaunchSpec
 from tapeout.plugins.triton_aot.tactic import (
     Argument,
@@ -52,22 +52,27 @@ class Elementwise(TritonTactic):
             attr_constants or {},
         )
 
+    def _operands(self, signature: OpSignature) -> list[tuple[str, TensorType, str, int]]:
+        """Name, type, role and index of every one."""
+        inputs = enumerate(zip(self._names, signature.inputs, strict=True))
+        return [*((n, t, "input", i) for i, (n, t) in inputs), ("out", signature.outputs[0], "output", 0)]
+
+    def strides(self, signature: OpSignature) -> list[Argument]:
+        """Of every operand."""
+        return [a for operand in self._operands(signature) for a in strides(*operand)]
+
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         out = signature.outputs[0]
         groups, dim = groups_and_dim(out)
         block, warps = block_of(groups * dim)
-        operands = [
-            *((n, t, "input", i) for i, (n, t) in enumerate(zip(self._names, signature.inputs, strict=True))),
-            ("out", out, "output", 0),
-        ]
+        operands = self._operands(signature)
         arguments = [pointer(name, kind.dtype, Arg(role, i)) for name, kind, role, i in operands]
         arguments.append(step("counts"))
         arguments += [
             Argument(name, "fp32", Arg("f32", value=float(signature.attrs[attr])))
             for attr, name in self._scalars.items()
         ]
-        for name, kind, role, i in operands:
-            arguments += strides(name, kind, role, i)
+        arguments += self.strides(signature)
         constants = {
             "COUNT": count_index(signature), "GROUPS": groups, "DIM": dim, "BLOCK": block, **self._constants,
             **{name: signature.attrs[attr] for name, attr in self._attr_constants.items()},

@@ -27,7 +27,7 @@ class Operands:
     step: Mapping[str, torch.Tensor]
     workspace: torch.Tensor
     attrs: Mapping[str, AttrValue] = field(default_factory=dict)
-    scalars: Mapping[str, int] = field(default_factory=dict)  # layers, max_pages
+    scalars: Mapping[str, int] = field(default_factory=dict)  # layers, max_pages, …
 
     def value(self, arg: Arg) -> torch.Tensor | int | float:
         """A tensor for a pointer (its data start is the address), a number for the rest."""
@@ -39,7 +39,7 @@ class Operands:
             return self.workspace[int(arg.value) :]
         if arg.kind in {"i32", "i64", "f32"}:
             return arg.value
-        if arg.kind in {"layers", "max_pages"}:
+        if arg.kind in self.scalars:
             return self.scalars[arg.kind]
         if arg.kind == "attr":
             return int(self.attrs[arg.name])

@@ -20,11 +20,15 @@ _ALIGNED_STEPS = frozenset({"kv_pool", "output_counts"})  # allocations of their
 
 @dataclass(frozen=True)
 class Argument:
-    """A kernel argument by name, with its Triton type and where its value comes from."""
+    """A kernel argument by name, with its Triton type and where its value comes from.
+
+    aligned: as pointers and strides are by their source: a multiple of 16.
+    """
 
     name: str
     kind: str
     source: Arg
+    aligned: bool = True
 
 
 def pointer(name: str, dtype: str, source: Arg) -> Argument:
@@ -74,7 +78,7 @@ def launch(
         dict(constants),
         num_warps,
         num_stages,
-        tuple(a.name for a in arguments if _is_divisible_by_16(a.source)),
+        tuple(a.name for a in arguments if a.aligned and _is_divisible_by_16(a.source)),
         fp_fusion,
         cluster,
         prefers_l1,

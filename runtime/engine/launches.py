@@ -14,7 +14,7 @@ from tapeout.runtime.engine.codec import decode, encode
 
 #: What kernels and the executor agree on beyond this table's form: what argument kinds and step buffers
 #: mean, how sampling parameters lie in memory, what is passed for scratch. Raised when any of it changes.
-KERNEL_ABI = 3
+KERNEL_ABI = 4
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class LaunchTable:
         logit_buckets: padded logit row counts, ascending; the last is max_batch_size.
         workspace_bytes: memory shared by all tactics, beside the arena.
         scratch_bytes: memory for the kernels' own scratch at their largest grids.
-        fill: before the records, over T rows: the ids sampled last take their places.
+        receive: before the records, over T rows: the step's tensors come from the host's memory.
         sample: after the records, over R rows; input 0 is the logits.
         sample_full: in its place in steps with a row that wants penalties, min_tokens or logprobs.
         segments: TensorRT engines of dense regions, each for all regions of its shape.
@@ -222,7 +222,7 @@ class LaunchTable:
     logit_buckets: tuple[int, ...]
     workspace_bytes: int
     scratch_bytes: int
-    fill: tuple[Launch, ...]
+    receive: tuple[Launch, ...]
     sample: tuple[RangeLaunches, ...]
     sample_full: tuple[RangeLaunches, ...]
     segments: tuple[Segment, ...] = ()
@@ -235,7 +235,7 @@ class LaunchTable:
 
     def everything(self) -> tuple[Launch | Matmul, ...]:
         """All launches of all ranges."""
-        return (*self.fill, *(item for r in self.all_ranges() for item in r.launches))
+        return (*self.receive, *(item for r in self.all_ranges() for item in r.launches))
 
     def matmul_versions(self) -> tuple[int, ...]:
         """Versions of cuBLASLt that its products are for, ascending; empty: the library is not needed."""

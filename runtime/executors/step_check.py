@@ -110,9 +110,14 @@ class StepChecker:
         return not (missing & (first_tokens < inputs.kv_lens[:, None])).any()
 
 
-def forget_ids(last_ids: np.ndarray, row_slots: np.ndarray) -> None:
-    """After a failed step: steps planned on its ids must fail too instead of running on older ones."""
-    last_ids[row_slots[(row_slots >= 0) & (row_slots < len(last_ids))]] = NO_TOKEN
+def forget_ids(last_ids: np.ndarray, row_slots: np.ndarray) -> np.ndarray:
+    """After a failed step: what was planned on its ids must fail too instead of running on older ones.
+
+    Returns the slots that have lost theirs.
+    """
+    slots = row_slots[(row_slots >= 0) & (row_slots < len(last_ids))]
+    last_ids[slots] = NO_TOKEN
+    return slots
 
 
 def _unmet(*rules: tuple[bool, Callable[[], str]]) -> list[str]:

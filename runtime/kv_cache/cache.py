@@ -22,7 +22,7 @@ from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, RadixTree, page_hash
 from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
 from tapeout.runtime.kv_cache.tables import PageTables
-from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PinnedPrefix, SlotState
+from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PageEvictions, PinnedPrefix, SlotState
 
 #: `token_ids(start, end)`: int32 ids of a request, prompt and output, at these positions.
 TokenIds = Callable[[int, int], np.ndarray]
@@ -74,10 +74,11 @@ class KvCache:
         )
         self._weights = weights
         self._slots: list[SlotState | None] = [None] * num_slots
-        self._to_store = np.zeros(num_slots, bool)  # slots that have got pages since `store`
+        self._to_store = np.zeros(num_slots, bool)  # slots whose contexts have not been stored
         self.any_to_store = False
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
+        self._evictions: list[PageEvictions] = []
         self._pins: set[PinnedPrefix] = set()
         self._refused: tuple[np.ndarray, Namespace, int, AdmissionPages] | None = None
         self._found: Counter[str] = Counter()
@@ -92,6 +93,11 @@ class KvCache:
     def num_free(self) -> int:
         """Pages that requests can still get; cached pages nobody holds are among them."""
         return self.pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are held."""
+        return self.pool.num_pages - self.pool.num_free
 
     def returning_pages(self, slots: np.ndarray) -> np.ndarray:
         """int32 [B]: pages that come back when a slot and all those after it in `slots` are freed.
@@ -185,10 +191,12 @@ class KvCache:
         user: CacheUser,
         match: PrefixMatch,
         prompt_tokens: int | None = None,
+        owner: str = "",
     ) -> RequestCacheStats:
         """Give a slot that has no pages to a request, with the pages `ask` found for it just before.
 
         `prompt_tokens` of the ids are the prompt, None = all; others it generated before it was paused.
+        `owner` is its id.
         The first `cached_tokens` of its ids are in the cache once `take_copies` have been carried out.
         """
         onboarded = self._cache.hold(match.path)
@@ -204,7 +212,11 @@ class KvCache:
                 copied, onboarded = 1, onboarded + on_host
         self._pages.begin(slot, pages)
         prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
-        self._slots[slot] = state = SlotState(self._namespace(user), user, prompt_tokens, list(match.path))
+        state = SlotState(owner, self._namespace(user), user, prompt_tokens, list(match.path))
+        self._slots[slot] = state
+        self._note_evictions((slot,))
+        if self.options.enable_prefix_reuse:
+            self._to_store[slot] = self.any_to_store = True
         for i, node in enumerate(match.path):
             self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
@@ -224,14 +236,12 @@ class KvCache:
         Slots are different ones; when the pages do not suffice for all, none gets any.
         """
         grown = self._pages.grow(slots, num_tokens, self._cache.allocate)
-        # A page is full, at the latest, when the next one is wanted.
-        if grown is not None and self.options.enable_prefix_reuse:
-            self._to_store[grown] = True
-            self.any_to_store = True
+        if self._cache.evicted and grown is not None:
+            self._note_evictions(tuple(grown.tolist()))
 
     def slots_to_store(self, ready: np.ndarray) -> list[int]:
-        """Those of the slots that are `ready` (bool [num_slots]) that have got pages since this was asked
-        last, so that `store` may find full ones."""
+        """Those of the slots that are `ready` (bool [num_slots]) and have not been named since a request was
+        attached: its context can be stored."""
         slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
         self._to_store[slots] = False
         self.any_to_store = bool(self._to_store.any())
@@ -259,7 +269,8 @@ class KvCache:
         for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):
             start = (i - first) * page_bytes
             key = data[start : start + page_bytes]
-            parent, is_own = self._cache.store(parent, key, page, state.retention_of(i * size))
+            retention = state.retention_of(i * size)
+            parent, is_own = self._cache.store(parent, key, page, retention, state.owner)
             path.append(parent)
             if is_own:
                 state.own.append(parent)
@@ -276,6 +287,16 @@ class KvCache:
         self._to_store[slot] = False
         if failed and state is not None:
             self._cache.forget(state.own)
+
+    def take_evictions(self) -> list[PageEvictions]:
+        """What was evicted since the last call, and for whom."""
+        evictions, self._evictions = self._evictions, []
+        return evictions
+
+    def _note_evictions(self, slots: tuple[int, ...]) -> None:
+        if self._cache.evicted:
+            self._evictions.append(PageEvictions(self._cache.evicted, slots))
+            self._cache.evicted = []
 
     # ---- steps and copies -------------------------------------------------------------------
 
@@ -331,6 +352,7 @@ class KvCache:
                 hint="give the KV cache more memory, pin less, or use a retention priority of 100 instead",
             )
         self._cache.hold(path)
+        self._note_evictions(())
         pin = PinnedPrefix(num_tokens, tuple(path), tuple(n.page for n in path))
         self._pins.add(pin)
         return pin

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
-from tapeout.runtime.kv_cache.radix_tree import PageNode
+from tapeout.runtime.kv_cache.radix_tree import EvictionKey, PageNode
 from tapeout.runtime.kv_cache.retention import DEFAULT_PRIORITY
 
 _Entry = tuple[int, int, int, PageNode, int]  # priority, last use, tie, node, stamp
@@ -43,7 +43,7 @@ class EvictionQueue:
         node.stamp += 1
         if node.expires_at is not None:
             heapq.heappush(self._expiring, (node.expires_at, next(self._tie), node, node.stamp))
-        heapq.heappush(self._heap, (node.priority, node.last_used, next(self._tie), node, node.stamp))
+        heapq.heappush(self._heap, (*node.eviction_key, next(self._tie), node, node.stamp))
         if len(self._heap) > 2 * len(self._members) + 64:
             self._sweep()
 
@@ -61,6 +61,11 @@ class EvictionQueue:
                 return node
             heapq.heappop(self._heap)
         return None
+
+    def first_key(self) -> EvictionKey | None:
+        """What orders the page to evict next; None when there is none."""
+        node = self.first()
+        return None if node is None else node.eviction_key
 
     def pop(self) -> PageNode | None:
         """Take out the page to evict next."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ from tapeout.runtime.kv_cache.radix_tree import Namespace, PageNode, PartialMatc
 from tapeout.runtime.kv_cache.retention import Retention
 
 
-@dataclass(frozen=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """What is cached of a prompt: full pages, and the beginning of one more."""
 
     path: Sequence[PageNode] = ()
@@ -39,6 +38,8 @@ class PrefixCache:
 
     Attributes:
         copies: what the executor has to do before the next step, in order.
+        evicted: of pages that left the device for want of space, since the owner emptied this: who had
+            computed each, and whether it is on the host now.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class PrefixCache:
         self.events = events
         self.host = HostTier(host_pages, clock)
         self.copies: list[PageCopy] = []
+        self.evicted: list[tuple[str, bool]] = []
         self._pool = pool
         self._clock = clock
         self._idle = EvictionQueue(clock)
@@ -90,8 +92,8 @@ class PrefixCache:
         pool = self._pool
         if count > pool.num_free:
             raise RuntimeError(f"{count} pages asked for, {pool.num_free} of {pool.num_pages} free")
-        while pool.num_blank < count:
-            self._evict()
+        if pool.num_blank < count:
+            self._evict(count - pool.num_blank)
         return pool.allocate(count)
 
     def hold(self, path: Sequence[PageNode]) -> int:
@@ -155,7 +157,7 @@ class PrefixCache:
     # ---- entering ---------------------------------------------------------------------------
 
     def store(
-        self, parent: PageNode, key: bytes, page: int, retention: Retention | None
+        self, parent: PageNode, key: bytes, page: int, retention: Retention | None, owner: str
     ) -> tuple[PageNode, bool]:
         """Put a full page that the caller holds behind `parent`, whose path the caller holds too.
 
@@ -167,6 +169,7 @@ class PrefixCache:
         node = self.tree.child(parent, key)
         if node is None:
             node = self.tree.insert(parent, key, page)
+            node.owner = owner
             self._node_of[page] = node
             self._pool.keep(page)
             self.set_retention(node, retention)
@@ -226,12 +229,45 @@ class PrefixCache:
             removed += 1
         return removed
 
-    def _evict(self) -> None:
-        """Free one page of the device: its contents go to the host, or are lost."""
-        node = self._idle.pop()
-        assert node is not None, "every page nobody holds can be evicted"
-        self._counts["evicted_pages"] += 1
-        if not self.host.can_take(node):
+    def _evict(self, count: int) -> None:
+        """Free `count` pages of the device: their contents go to the host, or are lost."""
+        self._counts["evicted_pages"] += count
+        while count > 0:
+            node = self._idle.pop()
+            assert node is not None, "every page nobody holds can be evicted"
+            if self.host.num_pages:
+                self._evict_one(node)
+                count -= 1
+            else:
+                count -= self._drop_path(node, count)
+
+    def _drop_path(self, node: PageNode, most: int) -> int:
+        """Take a leaf out of the tree, and the pages before it while they are the next to go: mostly those of
+        one request, which were used last at the same time. Returns how many; there is no host tier."""
+        pool, limit, dropped = self._pool, self._idle.first_key(), 0
+        while True:
+            parent, page = node.parent, node.page
+            assert parent is not None
+            node.page, self._node_of[page] = NO_PAGE, None
+            pool.drop(page)
+            parent.device_children -= 1
+            self.tree.remove(node)
+            self._tell_removed(node)
+            self.evicted.append((node.owner, False))
+            dropped += 1
+            if not parent.on_device or parent.device_children or pool.references(parent.page):
+                return dropped
+            # One whose retention has an end may come to have another priority: the queue knows.
+            in_turn = parent.expires_at is None and (limit is None or parent.eviction_key < limit)
+            if dropped == most or not in_turn:
+                self._idle.add(parent)
+                return dropped
+            node = parent
+
+    def _evict_one(self, node: PageNode) -> None:
+        has_place = self.host.can_take(node)
+        self.evicted.append((node.owner, has_place))
+        if not has_place:
             self._drop(node)
             return
         victim = self.host.victim_for(node)

@@ -22,6 +22,7 @@ from tapeout.runtime.kv_cache.retention import DEFAULT_PRIORITY
 #: Type of the keys. A test puts one in its place whose hashes are all equal.
 PageKey: type[bytes] = bytes
 PageHash = Callable[[bytes, int], int]  # token ids as bytes, the parent's hash -> hash
+EvictionKey = tuple[int, int]  # priority, last use: the smaller one goes first
 
 _ID_BYTES = 4
 
@@ -45,7 +46,7 @@ class PageNode:
     million, and every container of each would be work for the garbage collector.
 
     Attributes:
-        key: its token ids as int32 bytes.
+        key: its token ids as int32 bytes. owner: the request that computed it.
         page, host_page: where its contents are: on the device, or on the host. Both NO_PAGE: removed.
         priority, seconds: retention. expires_at: when the priority lapses, None = never or in use.
         last_used: counts up with every use; smaller is older.
@@ -55,13 +56,13 @@ class PageNode:
     """
 
     __slots__ = (
-        "_hash", "children", "device_children", "expires_at", "host_page", "key", "last_used", "page",
-        "parent", "priority", "seconds", "sorted_keys", "stamp",
+        "_hash", "children", "device_children", "expires_at", "host_page", "key", "last_used", "owner",
+        "page", "parent", "priority", "seconds", "sorted_keys", "stamp",
     )  # fmt: skip
 
     def __init__(self, key: bytes, parent: PageNode | None, page: int = NO_PAGE) -> None:
         self.key, self.parent, self.page = key, parent, page
-        self.host_page = NO_PAGE
+        self.host_page, self.owner = NO_PAGE, ""
         self.priority = DEFAULT_PRIORITY
         self.seconds: float | None = None
         self.expires_at: float | None = None
@@ -73,6 +74,10 @@ class PageNode:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(np.frombuffer(self.key, np.int32).tolist())
+
+    @property
+    def eviction_key(self) -> EvictionKey:
+        return self.priority, self.last_used
 
     @property
     def on_device(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class RequestCacheStats:
+class RequestCacheStats(NamedTuple):
     """What a request found when it was admitted.
 
     Attributes:

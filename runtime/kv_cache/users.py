@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tapeout.runtime.kv_cache.prefix_cache import PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageNode
@@ -45,8 +46,7 @@ class RequestCache:
         return 0 if self.stats is None else self.stats.cached_tokens
 
 
-@dataclass(frozen=True)
-class AdmissionPages:
+class AdmissionPages(NamedTuple):
     """What admitting a request takes from the pool.
 
     needed: pages it asks for that nobody holds yet. available: pages that are neither held nor
@@ -62,6 +62,17 @@ class AdmissionPages:
         return self.needed <= self.available
 
 
+class PageEvictions(NamedTuple):
+    """Cached pages that nobody held left the device to make room.
+
+    pages: for each, the request that had computed it, and whether it went to the host or is lost.
+    slots: who got pages at that time, in this number or more.
+    """
+
+    pages: list[tuple[str, bool]]
+    slots: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class PinnedPrefix:
     """Pages that are not evicted until `KvCache.unpin`. num_tokens: ids they hold."""
@@ -75,10 +86,12 @@ class PinnedPrefix:
 class SlotState:
     """What the prefix cache has of a slot's request.
 
-    path: nodes of its first pages, all held. own: those of them that came from this request.
+    owner: id of the request. path: nodes of its first pages, all held. own: those of them that came from
+    this request.
     may_store: not after a `clear` that meant it.
     """
 
+    owner: str
     namespace: Namespace
     user: CacheUser
     prompt_tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ _NEED = {
 }
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """A request was given a slot.
 
     Attributes:
@@ -56,13 +56,14 @@ class HoldCause(StrEnum):
     SLOTS = "max_batch_size"
     PAGES = "kv_cache_pages"
     BATCH = "static_batch"
+    WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
 class Held:
     """The head of the queue was not admitted. Those behind it wait for their turn.
 
-    `needed` and `available` are slots, pages, or (BATCH) the requests that still hold a slot and 0.
+    `needed` and `available` are slots, pages, or (BATCH, WEIGHTS) the requests that still hold a slot and 0.
     """
 
     request_id: str
@@ -76,6 +77,8 @@ class Held:
         state = "paused" if self.paused else "waiting"
         if self.cause is HoldCause.SLOTS:
             return f"{state}: max_batch_size is reached, all {self.needed} slots are taken"
+        if self.cause is HoldCause.WEIGHTS:
+            return f"{state}: the engine gets other weights, as soon as nobody runs"
         if self.cause is HoldCause.BATCH:
             return f"{state}: static batch, {self.needed} requests of the batch before still run"
         need, of = _NEED[self.policy]
@@ -164,12 +167,21 @@ class CapacityScheduler:
             request.slot = self._free_slots.pop()
             self.committed_pages += self.worst_case_pages(request)
             # At once: what the next one finds may be what this one holds now.
-            cache.attached(kv_cache.attach(request.slot, ids, cache.user, pages.match, request.prompt_tokens))
+            cache.attached(
+                kv_cache.attach(
+                    request.slot, ids, cache.user, pages.match, request.prompt_tokens, request.request_id
+                )
+            )
             admitted.append((request, self._admission(request, pages)))
             # Whatever of it was taken already, and whatever is still to come.
             available -= pages.needed
             request = waiting.first()
         return admitted, None
+
+    def held_for_weights(self, waiting: WaitingQueue) -> Held | None:
+        """Why nobody is admitted while weights are to change."""
+        first, taken = waiting.first(), self.max_batch_size - len(self._free_slots)
+        return None if first is None else self._held(first, HoldCause.WEIGHTS, taken, 0)
 
     def release(self, request: Request) -> None:
         """Take back the slot, and what was committed, of a request that no submitted step uses any more."""

@@ -7,6 +7,7 @@ Somebody always gets tokens, the first in turn at the least, be it less than a p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,24 +24,27 @@ class Chunking:
     tokens_per_page: int
 
     def sizes(
-        self, starts: np.ndarray, rest: np.ndarray, last_step: np.ndarray, budget: int
+        self, starts: np.ndarray, rest: np.ndarray, last_step: Callable[[], np.ndarray], budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens for each of C requests, int32 [C], and what each would get with tokens to spare, int32 [C].
 
-        The first is 0 for those that have to wait, and at most `budget` in all.
+        The first is 0 for those that have to wait, and at most `budget` in all; it is `rest` itself where
+        everybody gets all of that.
 
         Args:
             starts, rest: [C] position where each goes on, and tokens left of its context, at least 1.
-            last_step: [C] the step each ran in last. Under EQUAL_PROGRESS, when not even a page's worth
-                for each is there, those that waited longest are served.
+            last_step: gives [C], the step each ran in last. Under EQUAL_PROGRESS, when not even a page's
+                worth for each is there, those that waited longest are served.
         """
-        wanted = self._cut(starts, rest, np.minimum(rest, self.limit))
-        ends = np.cumsum(wanted, dtype=np.int64)
+        wanted = rest
+        if int(rest.max()) > self.limit:
+            wanted = self._cut(starts, rest, np.minimum(rest, self.limit))
+        ends = wanted.cumsum(dtype=np.int64)
         if int(ends[-1]) <= budget:
             return wanted, wanted
         if self.policy is not ChunkingPolicy.EQUAL_PROGRESS:
             return self._in_order(starts, wanted, ends, budget), wanted
-        turn = np.argsort(last_step, kind="stable")
+        turn = last_step().argsort(kind="stable")
         sizes = np.empty_like(wanted)
         sizes[turn] = self._equal(starts[turn], wanted[turn], budget)
         return sizes, wanted
@@ -62,18 +66,23 @@ class Chunking:
     def _equal(self, starts: np.ndarray, wanted: np.ndarray, budget: int) -> np.ndarray:
         """The same number of units for all who want so many, as many as the budget has for all."""
         unit = self.tokens_per_page
-        # The largest level at which everybody fits, by halving.
-        low, high = 0, budget // unit + 1
+        # The largest level at which everybody fits: that of an even share, if all want more; else by halving.
+        low, high = budget // (len(wanted) * unit), budget // unit + 1
+        if int(wanted.min()) >= (low + 1) * unit:
+            high = low + 1
         while high - low > 1:
             level = (low + high) // 2
             low, high = (
                 (level, high) if int(np.minimum(wanted, level * unit).sum()) <= budget else (low, level)
             )
-        sizes = self._cut(starts, wanted, np.minimum(wanted, low * unit), least=0)
+        if low:
+            sizes = self._cut(starts, wanted, np.minimum(wanted, low * unit), least=0)
+        else:
+            sizes = np.zeros_like(wanted)
         # Then one unit more for the first ones, while there are any.
         more = self._cut(starts, wanted, np.minimum(wanted, sizes + unit), least=0) - sizes
-        fits = np.cumsum(more, dtype=np.int64) <= budget - int(sizes.sum())
-        sizes += np.where(fits, more, 0).astype(sizes.dtype)
+        more[more.cumsum(dtype=np.int64) > budget - int(sizes.sum())] = 0
+        sizes += more
         if not sizes.any():
             sizes[:1] = self._cut(starts[:1], wanted[:1], np.minimum(wanted[:1], budget))
         return sizes
@@ -83,7 +92,8 @@ class Chunking:
 
         A chunk that would have no token left keeps its size if `least` is 1, and is dropped otherwise.
         """
-        aligned = (starts + sizes) // self.tokens_per_page * self.tokens_per_page - starts
-        kept = sizes if least else np.zeros_like(sizes)
-        cut = np.where(aligned > 0, aligned, kept)
-        return np.where(sizes < whole, cut, sizes).astype(np.int32)
+        ends = starts + sizes
+        cut = sizes - ends % self.tokens_per_page
+        cut = np.where(cut > 0, cut, sizes) if least else np.maximum(cut, 0)
+        chunks: np.ndarray = np.where(sizes < whole, cut, sizes)
+        return chunks

@@ -55,35 +55,62 @@ class MicroBatchScheduler:
         """Plan step `step` over the running requests."""
         slots = running.order
         starts = running.cached_tokens[slots]
-        wants_context = starts < running.context_tokens[slots]
-        wants_tokens = running.planned_tokens[slots] < running.max_tokens[slots]
-        context, generation = slots[:0], slots
+        # One comparison tells who simply generates, which in most steps is everybody.
+        others = starts >= running.turn_tokens[slots]
+        if not others.any():
+            return self._all_generate(step, running, slots, starts)
+        places = others.nonzero()[0]
+        other_slots, other_starts = slots[places], starts[places]
+        in_context = other_starts < running.context_tokens[other_slots]
+        context, context_starts = other_slots[in_context], other_starts[in_context]
         left_out: list[tuple[Reason, np.ndarray]] = []
-        if wants_context.any():
-            context = slots[wants_context]
-            generation, wants_tokens = slots[~wants_context], wants_tokens[~wants_context]
-        if not wants_tokens.all():
-            left_out.append((Reason.ALL_PLANNED, generation[~wants_tokens]))
-            generation = generation[wants_tokens]
-
-        room = self.max_num_tokens - self._reserved(step, running, context, generation)
-        if len(generation) > room:
-            turn = np.argsort(running.last_step[generation], kind="stable")  # ties by rank
-            left_out.append((Reason.NO_BUDGET, generation[turn[room:]]))
-            generation = generation[np.sort(turn[:room])]
-        budget = self.max_num_tokens - len(generation)
+        if len(context) < len(places):
+            left_out.append((Reason.ALL_PLANNED, other_slots[~in_context]))
+        generates = ~others
+        slots, starts = slots[generates], starts[generates]
+        kept = self._reserved(step, running, context, slots)
+        slots, starts = self._in_turn(running, slots, starts, self.max_num_tokens - kept, left_out)
+        budget = self.max_num_tokens - len(slots)
         if len(context) == 0 or budget == 0:
             if len(context):
                 left_out.append((Reason.NO_BUDGET, context))
-            return _step_plan(step, running, generation, 1, _NO_CODES, left_out)
-        sizes, codes = self._fill(running, context, budget)
-        served = sizes > 0
-        if not served.all():
+            return _plan(step, running, slots, starts, starts + 1, left_out)
+        sizes, codes = self._fill(running, context, context_starts, budget)
+        if not sizes.all():
+            served = sizes > 0
             left_out.append((Reason.NO_BUDGET, context[~served]))
-            context, sizes, codes = context[served], sizes[served], codes[served]
-        slots = np.concatenate([context, generation])
-        sizes = np.concatenate([sizes, np.ones(len(generation), np.int32)])
-        return _step_plan(step, running, slots, sizes, codes, left_out)
+            context, context_starts = context[served], context_starts[served]
+            sizes, codes = sizes[served], codes[served]
+        return _plan(
+            step,
+            running,
+            np.concatenate((context, slots)),
+            np.concatenate((context_starts, starts)),
+            np.concatenate((context_starts + sizes, starts + 1)),
+            left_out,
+            codes,
+        )
+
+    def _all_generate(self, step: int, running: Running, slots: np.ndarray, starts: np.ndarray) -> StepPlan:
+        left_out: list[tuple[Reason, np.ndarray]] = []
+        slots, starts = self._in_turn(running, slots, starts, self.max_num_tokens, left_out)
+        return _plan(step, running, slots, starts, starts + 1, left_out)
+
+    def _in_turn(
+        self,
+        running: Running,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        room: int,
+        left_out: list[tuple[Reason, np.ndarray]],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Who of those that generate gets the `room` rows, and where they go on."""
+        if len(slots) <= room:
+            return slots, starts
+        turn = np.argsort(running.last_step[slots], kind="stable")  # ties by rank
+        left_out.append((Reason.NO_BUDGET, slots[turn[room:]]))
+        chosen = np.sort(turn[:room])
+        return slots[chosen], starts[chosen]
 
     def _reserved(self, step: int, running: Running, context: np.ndarray, generation: np.ndarray) -> int:
         """Rows kept for context although generation could take them."""
@@ -94,35 +121,29 @@ class MicroBatchScheduler:
         # Not compared with generation's last step: who ran in the step before may be gone by now.
         return int(running.last_step[context].max() < step - 1)
 
-    def _fill(self, running: Running, context: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
+    def _fill(
+        self, running: Running, context: np.ndarray, starts: np.ndarray, budget: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """int32 [C] tokens of each request in context, and int8 [C] why so many."""
-        starts = running.cached_tokens[context]
         rest = running.context_tokens[context] - starts
-        sizes, wanted = self._chunking.sizes(starts, rest, running.last_step[context], budget)
+        sizes, wanted = self._chunking.sizes(starts, rest, lambda: running.last_step[context], budget)
+        if sizes is rest:
+            return sizes, np.zeros(len(sizes), np.int8)  # LAST_CHUNK
         as_large_as_can_be, smaller = self._codes
         codes = np.where(sizes == wanted, as_large_as_can_be, smaller)
         return sizes, np.where(sizes == rest, LAST_CHUNK, codes).astype(np.int8)
 
 
-def _step_plan(
+def _plan(
     step: int,
     running: Running,
     slots: np.ndarray,
-    sizes: np.ndarray | int,
-    codes: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
     left_out: list[tuple[Reason, np.ndarray]],
+    codes: np.ndarray = _NO_CODES,
 ) -> StepPlan:
-    starts = running.cached_tokens[slots]
     samples = np.ones(len(slots), bool)
-    samples[: len(codes)] = codes == LAST_CHUNK
-    names = running.request_ids
-    return StepPlan(
-        step=step,
-        request_ids=names[slots],
-        slots=slots,
-        starts=starts,
-        ends=starts + sizes,
-        samples=samples,
-        context_codes=codes,
-        left_out=tuple((reason, names[left]) for reason, left in left_out),
-    )
+    if len(codes):
+        samples[: len(codes)] = codes == LAST_CHUNK
+    return StepPlan(step, running.names_by_slot(), slots, starts, ends, samples, codes, tuple(left_out))

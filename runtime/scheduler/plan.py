@@ -62,22 +62,28 @@ class StepPlan:
     the numbers are arrays, and what names requests one by one is made when somebody asks.
 
     Attributes:
-        request_ids, slots: [B] whose rows they are.
+        slots: [B] whose rows they are. names: [num_slots] request ids by slot.
         starts, ends: [B] positions of its rows. samples: [B] whether the last row's logits give an
             output token.
         context_codes: [C] why the first C sequences, which are context, got their rows: indices into
             CONTEXT_REASONS. The others generate.
-        left_out: ids of running requests without rows, by reason.
+        left_out: slots of running requests without rows, by reason.
     """
 
     step: int
-    request_ids: np.ndarray
+    names: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
     samples: np.ndarray
     context_codes: np.ndarray
     left_out: tuple[tuple[Reason, np.ndarray], ...]
+
+    @property
+    def request_ids(self) -> np.ndarray:
+        """object [B]: whose rows they are."""
+        ids: np.ndarray = self.names[self.slots]
+        return ids
 
     @property
     def num_sequences(self) -> int:
@@ -95,7 +101,13 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.sizes.sum())
+        return self.context_rows + self.num_sequences - self.num_context
+
+    @cached_property
+    def context_rows(self) -> int:
+        """Rows of context: generation has one a sequence."""
+        count = self.num_context
+        return int((self.ends[:count] - self.starts[:count]).sum()) if count else 0
 
     @property
     def sampled_slots(self) -> np.ndarray:
@@ -120,24 +132,26 @@ class StepPlan:
     def _rows(self, part: slice) -> tuple[Scheduled, ...]:
         reasons = [CONTEXT_REASONS[code] for code in self.context_codes.tolist()]
         reasons += [Reason.GENERATION] * (self.num_sequences - self.num_context)
-        columns = (self.request_ids, self.slots, self.starts, self.sizes, self.samples)
-        rows = zip(*(c[part].tolist() for c in columns), reasons[part], strict=True)
+        slots, starts = self.slots[part], self.starts[part]
+        columns = (self.names[slots], slots, starts, self.ends[part] - starts, self.samples[part])
+        rows = zip(*(c.tolist() for c in columns), reasons[part], strict=True)
         return tuple(Scheduled(*row) for row in rows)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        return tuple(Skipped(name, reason) for reason, names in self.left_out for name in names.tolist())
+        return tuple(
+            Skipped(name, reason) for reason, slots in self.left_out for name in self.names[slots].tolist()
+        )
 
     def without(self, rows: np.ndarray, left_out: tuple[tuple[Reason, np.ndarray], ...]) -> StepPlan:
         """The plan without some rows, and with another `left_out`; rows: [B] bool."""
         kept = ~rows
         return replace(
             self,
-            request_ids=self.request_ids[kept],
             slots=self.slots[kept],
             starts=self.starts[kept],
             ends=self.ends[kept],
             samples=self.samples[kept],
             context_codes=self.context_codes[kept[: self.num_context]],
-            left_out=tuple((reason, names) for reason, names in left_out if len(names)),
+            left_out=tuple((reason, slots) for reason, slots in left_out if len(slots)),
         )

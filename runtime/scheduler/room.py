@@ -16,7 +16,12 @@ from tapeout.runtime.scheduler.running import Running
 
 def pages_short(plan: StepPlan, kv_cache: KvCache) -> int:
     """Pages that the pool lacks for the step's rows; 0 or less when there are enough."""
-    return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - kv_cache.num_free
+    free = kv_cache.num_free
+    # However the pages of those rows are cut, they are no more than these: mostly there is nothing to count.
+    at_most = plan.num_tokens // kv_cache.tokens_per_page + plan.num_sequences
+    if at_most <= free:
+        return at_most - free
+    return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - free
 
 
 def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, draining: np.ndarray) -> np.ndarray:
@@ -31,7 +36,7 @@ def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, draining
     need = np.zeros(len(running.planned), np.int64)
     need[plan.slots] = kv_cache.missing_pages(plan.slots, plan.ends)
     # Who is about to end brings its pages back without being paused.
-    ending = running.planned_tokens[order] >= running.max_tokens[order]
+    ending = running.planned_tokens(order) >= running.max_tokens[order]
     leaving = np.union1d(draining, order[ending])
     candidates = order[~ending]
     # In the order of leaving from behind: a page that is shared comes back with the last who holds it.
@@ -58,9 +63,5 @@ def fit_to_pages(plan: StepPlan, running: Running, kv_cache: KvCache, paused: np
     too_many = np.zeros(len(rows), bool)
     too_many[turn] = np.cumsum(missing[turn]) > kv_cache.num_free
     rest = too_many & (missing > 0)
-    names = set(running.request_ids[paused].tolist())
-    left_out = [
-        (reason, np.array([n for n in left.tolist() if n not in names], object))
-        for reason, left in plan.left_out
-    ]
-    return plan.without(rows | rest, (*left_out, (Reason.NO_PAGES, plan.request_ids[rest])))
+    left_out = [(reason, left[~gone[left]]) for reason, left in plan.left_out]
+    return plan.without(rows | rest, (*left_out, (Reason.NO_PAGES, plan.slots[rest])))

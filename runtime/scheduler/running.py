@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.request import Request
 
 
@@ -25,7 +26,8 @@ class Running:
         context_tokens: tokens it reads before it samples: its prompt, and what it had when paused.
         max_tokens, worst_case_tokens: the request's, fixed.
         cached_tokens: tokens in the KV cache after all submitted steps.
-        planned_tokens: output tokens sampled by all submitted steps.
+        turn_tokens: cached tokens from which on it does not simply generate: 0 while it reads context, then
+            the number with which its last token has been planned.
         output_tokens: output tokens read.
         resumed_tokens: output tokens it had when it was admitted; more of them show that all its context
             has been computed.
@@ -35,7 +37,7 @@ class Running:
         look_at: output tokens with which something happens to the request whatever the ids are: its
             first one, its last one, any one where it is watched.
         output_ids: [num_slots, max_output_tokens], the ids read.
-        requests: who runs, None where nobody does. request_ids: their names, also after the end.
+        requests: who runs, None where nobody does.
     """
 
     def __init__(self, *, num_slots: int, max_output_tokens: int) -> None:
@@ -43,19 +45,23 @@ class Running:
             return np.zeros(num_slots, np.int32)
 
         self.context_tokens, self.max_tokens, self.worst_case_tokens = numbers(), numbers(), numbers()
-        self.cached_tokens, self.planned_tokens, self.output_tokens = numbers(), numbers(), numbers()
+        self.cached_tokens, self.turn_tokens, self.output_tokens = numbers(), numbers(), numbers()
         self.resumed_tokens = numbers()
         self.last_step = np.full(num_slots, -1, np.int64)
         self.alive, self.planned = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         self.look_at = numbers()
         # Never cleared and mostly never touched: the system gives memory for what is written only.
         self.output_ids = np.empty((num_slots, max_output_tokens), np.int32)
+        self._flat_ids = self.output_ids.reshape(-1)
         self.requests: list[Request | None] = [None] * num_slots
-        self.request_ids = np.full(num_slots, None, object)
+        self._names = np.full(num_slots, None, object)
+        self._names_are_shared = False
         self._by_id: dict[str, Request] = {}
         self._order = np.zeros(0, np.int64)
         self._ranks = np.zeros((2, num_slots), np.int64)  # arrival, and number among equals
         self._came: list[int] = []  # slots that are not in the array yet
+        self._came_in_order = True  # each after all others by rank
+        self._last_rank = (-(2**62), -1)  # nobody in the order or on the way there has a higher one
         self._some_left = False  # slots in it belong to requests that have ended or were paused
         # How many requests an id can end. The last entry stays 0: it stands for all larger ids.
         self._ended_by = np.zeros(1, np.int32)
@@ -75,17 +81,28 @@ class Running:
         """int64 [B]: slots of those that take part in planning, by rank."""
         if self._came:
             order = np.concatenate([self._order, np.array(self._came, np.int64)])
-            arrivals, numbers = self._ranks[:, order]
-            # In order already unless priorities or a resumed request came between.
-            later = (arrivals[1:] > arrivals[:-1]) | (
-                (arrivals[1:] == arrivals[:-1]) & (numbers[1:] > numbers[:-1])
-            )
-            self._order = order if later.all() else order[np.lexsort((numbers, arrivals))]
-            self._came = []
+            if not self._came_in_order:  # priorities, or a resumed request
+                arrivals, numbers = self._ranks[:, order]
+                order = order[np.lexsort((numbers, arrivals))]
+            self._order, self._came, self._came_in_order = order, [], True
         if self._some_left:
             self._order = self._order[self.planned[self._order]]
             self._some_left = False
         return self._order
+
+    def names_by_slot(self) -> np.ndarray:
+        """object [num_slots]: request ids as they are now, also of requests that have ended. Whoever has the
+        array may keep it: it does not change any more."""
+        self._names_are_shared = True
+        return self._names
+
+    def planned_tokens(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [B]: output tokens sampled by all submitted steps."""
+        cached = self.cached_tokens[slots]
+        prompts = self.worst_case_tokens[slots] - self.max_tokens[slots]
+        in_context = cached < self.context_tokens[slots]
+        planned: np.ndarray = np.where(in_context, self.resumed_tokens[slots], cached - prompts + 1)
+        return planned
 
     def request(self, slot: int) -> Request:
         """Who runs in the slot."""
@@ -95,26 +112,38 @@ class Running:
 
     def add(self, request: Request) -> None:
         """A request was given its slot; one that was paused goes on after the ids it had."""
-        slot = request.slot
+        slot, had = request.slot, len(request.output_token_ids)
         if self._some_left:
             self._order = self.order  # the slot may have been that of one who left: not twice
         self.context_tokens[slot], self.max_tokens[slot] = request.context_tokens, request.max_tokens
         self.worst_case_tokens[slot] = request.worst_case_tokens
-        had = len(request.output_token_ids)
         self.cached_tokens[slot] = request.cache.attached_tokens
-        self.resumed_tokens[slot] = had
-        self.planned_tokens[slot] = self.output_tokens[slot] = had
-        self.output_ids[slot, :had] = request.output_token_ids
+        self.turn_tokens[slot] = 0
+        self.resumed_tokens[slot] = self.output_tokens[slot] = had
         self.last_step[slot] = -1
         self.alive[slot] = self.planned[slot] = True
         self.look_at[slot] = 1
         if had:
+            self.output_ids[slot, :had] = request.output_token_ids
             self.looked_at(request)
-        self.requests[slot], self.request_ids[slot] = request, request.request_id
-        self._by_id[request.request_id] = request
+        self.requests[slot] = self._by_id[request.request_id] = request
+        if self._names_are_shared:
+            self._names, self._names_are_shared = self._names.copy(), False
+        self._names[slot] = request.request_id
         self._ranks[:, slot] = request.rank
         self._came.append(slot)
+        if request.rank > self._last_rank:
+            self._last_rank = request.rank
+        else:
+            self._came_in_order = False
         self._count_ending_ids(request, 1)
+
+    def advance(self, plan: StepPlan) -> None:
+        """The step was planned for good: its tokens count as cached."""
+        self.cached_tokens[plan.slots] = plan.ends
+        if plan.num_context:
+            done = plan.slots[: plan.num_context][plan.samples[: plan.num_context]]
+            self.turn_tokens[done] = self.worst_case_tokens[done] - 1
 
     def remove(self, request: Request) -> None:
         """A running request has ended or given up its slot; nothing happens for one that never ran."""
@@ -129,9 +158,13 @@ class Running:
         self.planned[request.slot] = False
         self._some_left = True
 
+    def has_sampled(self, slot: int) -> bool:
+        """A token has been read for the slot's request since it was admitted."""
+        return bool(self.output_tokens[slot] > self.resumed_tokens[slot])
+
     @property
-    def has_sampled(self) -> np.ndarray:
-        """bool [num_slots]: a token has been read for the slot's request since it was admitted."""
+    def have_sampled(self) -> np.ndarray:
+        """bool [num_slots]: the same for all slots."""
         sampled: np.ndarray = self.output_tokens > self.resumed_tokens
         return sampled
 
@@ -142,11 +175,13 @@ class Running:
         """
         counts = self.output_tokens[slots]
         # One index into the flat array: NumPy takes half as long as with two.
-        self.output_ids.reshape(-1)[slots * self.output_ids.shape[1] + counts] = token_ids
+        self._flat_ids[slots * self.output_ids.shape[1] + counts] = token_ids
         counts += 1
         self.output_tokens[slots] = counts
-        may_end = self._ended_by.take(token_ids, mode="clip") > 0
-        return np.flatnonzero(may_end | (counts >= self.look_at[slots]))
+        wanted = counts >= self.look_at[slots]
+        if len(self._ended_by) > 1:
+            wanted |= self._ended_by.take(token_ids, mode="clip") > 0
+        return wanted.nonzero()[0]
 
     def ids_from(self, slot: int, start: int) -> list[int]:
         """The ids read for a slot, without the first `start`."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tapeout.plugins.sample.params import SamplingParams
+from tapeout.runtime.engine import Engine
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_cache import PageCopy
 from tapeout.runtime.step import NO_IDS, StepInputs, StepResult
@@ -43,6 +44,9 @@ class ScriptedExecutor:
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Pages hold nothing."""
+
+    def load_weights(self, engine: Engine) -> None:
+        """There are none."""
 
     def submit(self, inputs: StepInputs) -> ScriptedStep:
         rows = len(inputs.row_ids)

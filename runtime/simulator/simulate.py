@@ -15,10 +15,12 @@ from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_cache import PrefixCacheOptions
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
+from tapeout.runtime.observe import Observer
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.request import Finish, Request, RequestTimes
 from tapeout.runtime.simulator.executor import ScriptedExecutor
 from tapeout.runtime.simulator.workload import MAX_TOKENS, Arrival, Workload
+from tapeout.runtime.trace.tally import Summary, SummaryObserver
 from tapeout.runtime.trace.writer import EventMaker, start_event
 
 #: One zero, however long: what a prompt holds is never looked at.
@@ -90,8 +92,24 @@ def simulate(workload: Workload, options: SimulationOptions) -> Iterator[dict[st
     into the pool is refused when it arrives.
     """
     events: list[dict[str, Any]] = []
-    loop = _loop(options, workload.longest_tokens, EventMaker(events.append))
     yield start_event(options.settings())
+    for _ in _turns(workload, options, EventMaker(events.append)):
+        yield from events
+        events.clear()
+
+
+def summarize(workload: Workload, options: SimulationOptions) -> Summary:
+    """The summary of the same run: no event is made, which takes a fifth of its time."""
+    counts = SummaryObserver()
+    for _ in _turns(workload, options, counts):
+        pass
+    counts.summary.settings = options.settings()
+    return counts.summary
+
+
+def _turns(workload: Workload, options: SimulationOptions, observer: Observer) -> Iterator[None]:
+    """Yields after every turn of the loop."""
+    loop = _loop(options, workload.longest_tokens, observer)
     waiting = iter(workload)
     arrival = next(waiting, None)
     while arrival is not None or loop.has_work:
@@ -101,11 +119,10 @@ def simulate(workload: Workload, options: SimulationOptions) -> Iterator[dict[st
             loop.add(_request(arrival))
             arrival = next(waiting, None)
         loop.step()
-        yield from events
-        events.clear()
+        yield
 
 
-def _loop(options: SimulationOptions, longest_tokens: int, observer: EventMaker) -> EngineLoop:
+def _loop(options: SimulationOptions, longest_tokens: int, observer: Observer) -> EngineLoop:
     per_page = options.tokens_per_page
     # Longer requests are refused: no table has to hold them.
     max_seq_len = min(longest_tokens, options.pages * per_page)

@@ -13,9 +13,8 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -47,8 +46,7 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A request of a workload; it generates exactly `max_tokens` tokens."""
 
     id: str

@@ -44,6 +44,7 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "pages_used": _COUNT,
         "admitted": _rows(_NAMED, "a list of {id, reason}"),
         "paused": _rows(_NAMED, "a list of {id, reason}"),
+        "evicted": _rows({**_NAMED, "pages": _COUNT}, "a list of {id, pages, reason}"),
         "left_out": _rows(_NAMED, "a list of {id, reason}"),
         "held": Field("{id, reason}", lambda v: not field_problems(v, _NAMED, strict=False), required=False),
         "context": _rows(_CONTEXT, "a list of {id, start, tokens, reason}"),

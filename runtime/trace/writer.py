@@ -33,6 +33,12 @@ def step_event(record: StepRecord) -> dict[str, Any]:
         event["paused"] = [
             {"id": p.request_id, "pages": p.pages, "reason": p.reason()} for p in record.paused
         ]
+    if record.evicted:
+        event["evicted"] = [
+            {"id": e.request_id, "pages": e.pages, "for": [*e.made_room_for], "reason": e.reason()}
+            | ({"to_host": e.to_host} if e.to_host else {})
+            for e in record.evicted
+        ]
     if record.held is not None:
         event["held"] = {"id": record.held.request_id, "reason": record.held.reason()}
     if record.num_waiting:

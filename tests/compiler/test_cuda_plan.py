@@ -74,7 +74,7 @@ def table_of(engine: Engine) -> LaunchTable:
 
 
 def launches_of(table: LaunchTable) -> list[Launch]:
-    return [*table.fill, *(launch for r in table.all_ranges() for launch in r.launches)]
+    return [*table.receive, *(launch for r in table.all_ranges() for launch in r.launches)]
 
 
 def test_the_manifest_says_what_was_not_done(engine: Engine, built: Callable[..., Path]) -> None:

@@ -129,6 +129,10 @@ def case_of(op: str, words: str, dtype: str) -> OpSignature:
         ("rope_table", "float32", ""),
         ("embedding", "bfloat16", ""),
         ("select_rows", "float32", ""),
+        ("moe_router", "float32", ""),
+        ("moe_experts", "float32", "gated silu"),
+        ("moe_experts", "bfloat16", "wide"),
+        ("moe_experts", "float32", "bias"),
         ("linear", "float32", "bias"),
         ("linear", "bfloat16", ""),
         ("linear_add", "float32", "96x64 bias"),
@@ -151,6 +155,20 @@ def test_samples_are_elements_of_the_whole_result(op: str, dtype: str, words: st
             np.testing.assert_allclose(held, wanted, rtol=exact, atol=exact)
             assert np.isfinite(held).all()
             assert held.std() > 0.01
+
+
+def test_of_experts_those_of_a_row_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as an operand's part of their experts is not too large, and at least one."""
+    types = case_of("moe_experts", "gated silu", "float32")
+    chosen, up = int(types.inputs[1].shape[1]), types.weights[0]
+    a_row = chosen * int(up.shape[1]) * int(up.shape[2])
+    for limit, rows in ((a_row, 1), (2 * a_row, 2), (100 * a_row, 4)):
+        monkeypatch.setattr(gpu_expected, "_MAX_GATHERED_ELEMENTS", limit)
+        entry, _ = packed(types, "mixed", 64)
+        assert len(entry.samples[0].rows) == rows
+    monkeypatch.setattr(gpu_expected, "_MAX_GATHERED_ELEMENTS", a_row // chosen - 1)
+    with pytest.raises(UnsupportedError, match="expected at most"):
+        packed(types, "mixed", 64)
 
 
 def test_a_weight_is_never_made_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,50 @@ def test_the_command_line_reuses_and_tells(tiny_engine: Path, tmp_path: Path, in
     assert "kv_cache_retention_config = 5, expected" in result.stderr
 
 
+def test_flags_say_it_for_all_requests(tiny_engine: Path, tmp_path: Path, invoke: Any) -> None:
+    """A salt and retention by flag; a line's own win. The pool holds two prompts."""
+    kept, other = ids(1, 4 * PAGE), ids(2, 4 * PAGE)
+    source, trace = tmp_path / "in.jsonl", tmp_path / "trace.jsonl"
+    common = ("--input", source, "--json", "--max-batch-size", "1", "--kv-cache-tokens", 11 * PAGE)
+
+    def cached(lines: list[dict[str, Any]], *flags: str) -> list[int]:
+        source.write_text("\n".join(json.dumps({"max_tokens": 1, **line}) for line in lines))
+        result = invoke("run", tiny_engine, *common, "--trace", trace, *flags)
+        assert result.exit_code == 0, result.stderr
+        found = [json.loads(line)["usage"] for line in result.stdout.splitlines()]
+        return [usage["prompt_tokens_details"]["cached_tokens"] for usage in found]
+
+    first, second = {"prompt_token_ids": kept}, {"prompt_token_ids": kept, "cache_salt": "b"}
+    salt = ("--cache-salt", "a")
+    assert cached([first, second, first | {"cache_salt": "a"}, second], *salt) == [
+        0,
+        0,
+        4 * PAGE - 1,
+        4 * PAGE - 1,
+    ]
+
+    # The first prompt's pages would be the oldest; what the flag or its line says keeps or gives them up.
+    rest = [{"prompt_token_ids": ids(n, 4 * PAGE)} for n in (3, 4)]
+    high = json.dumps({"token_range_retention_configs": [{"token_start": 0, "priority": 90}]})
+    middling = {"kv_cache_retention_config": json.loads(high.replace("90", "60"))}
+    workload = [first, {"prompt_token_ids": other} | middling, *(line | middling for line in rest), first]
+    flag = ("--kv-cache-retention-config", high)
+    assert cached(workload)[-1] < 4 * PAGE - 1
+    assert cached(workload, *flag)[-1] == 4 * PAGE - 1
+    explained = invoke("explain", trace, "--steps", "0-999").stdout
+    assert ": 1: evicted: " in explained
+    assert ": 0: evicted: " not in explained
+    for flags, words in (
+        (("--cache-salt", ""), "cache_salt = '', expected text"),
+        (("--kv-cache-retention-config", "{"), "is not JSON"),
+        (("--kv-cache-retention-config", "[1]"), "is no JSON object"),
+        (("--kv-cache-retention-config", '{"decode_retention_priority": 101}'), "an integer in [0, 100]"),
+    ):
+        result = invoke("run", tiny_engine, *common, *flags)
+        assert result.exit_code == 2, result.stderr
+        assert words in result.stderr
+
+
 def test_a_benchmark_computes_every_prompt(tiny_engine: Path) -> None:
     request = BenchRequest(np.array(ids(1, 64), np.int32), 3)
     with MeasuredLLM(tiny_engine) as llm:

@@ -30,6 +30,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {}),  # QK-norm, two RoPE bases, windows in every other layer
     "phi3": ("phi3", {}),  # fused projections
     "mistral": ("mistral", {"sliding_window": 16}),  # a window in every layer
+    "mixtral": ("mixtral", {}),  # a router and experts
+    # An expert that all rows pass through, biases of attention.
+    "qwen2_moe": (
+        "qwen2_moe",
+        {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96},
+    ),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8}),  # sinks, experts with biases
+    "gpt_neox": ("gpt_neox", {}),  # LayerNorm, heads turned in part, a parallel MLP
+    "gpt2": ("gpt2", {}),  # learned positions, fused projections with biases
+    "cohere2": ("cohere2", {}),  # pairs side by side, layers without positions, scaled logits
+    "olmo2": ("olmo2", {}),  # norms behind attention and MLP, QK-norm over all heads
+    "starcoder2": ("starcoder2", {}),  # LayerNorm and biases everywhere
 }
 DTYPES = ("float32", "bfloat16")
 #: The model of the packs and of the batch-invariant engine: large enough for tiles and split sums.

@@ -38,7 +38,7 @@ WORK = ROOT / "build" / "gpu-work"
 SMOLLM2_LIMITS = {"max_batch_size": 8, "max_num_tokens": 512, "max_seq_len": 512, "tokens_per_page": 32}
 PACK_LIMITS = {"max_batch_size": 8, "max_num_tokens": 128, "max_seq_len": 512}
 #: Models of the packs, each with further ops, or ops with further attributes.
-PACKED = ("llama", "qwen3", "gemma2")
+PACKED = ("llama", "qwen3", "gemma2", "mixtral", "starcoder2")
 #: More tokens a step than any GPU has memory for.
 HUGE = {"max_num_tokens": 2**24}
 SAMPLED = {
@@ -88,7 +88,7 @@ class Maker:
         yield Item(("other_sm.engine",), self.all_key, self.other_sm)
         yield Item(("huge.engine",), self.all_key, self.huge)
         for dtype in DTYPES:
-            yield Item((f"{dtype}.pack",), self.all_key, lambda dtype=dtype: self.pack(dtype))
+            yield Item((f"{dtype}.pack",), digest(self.all_key, PACKED), lambda dtype=dtype: self.pack(dtype))
         yield Item(("smollm2_hf.json",), self.hf_key, self.smollm2_hf)
         yield Item(("smollm2_cpu.json",), digest(self.cpu_key, self.hf_key), self.smollm2_cpu)
         for dtype in DTYPES:

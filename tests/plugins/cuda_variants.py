@@ -13,7 +13,7 @@ from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import NATIVE, CudaTarget, KernelSpec, LaunchSpec
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import cuda_tactics
-from tapeout.plugins.sample.cuda import fill_launch, sample_launches
+from tapeout.plugins.sample.cuda import receive_launch, sample_launches
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
 
 LIMITS = Path(__file__).with_name("cuda_limits.json")
@@ -53,6 +53,12 @@ def signatures() -> tuple[OpSignature, ...]:
                   (act(2048),),
                   tuple(TensorType("bfloat16", (64, 2048, n)) for n in (2048, 1024)),
                   {"activation": "silu", "gated": True, "has_bias": False, "alpha": 0.0, "limit": 0.0}),
+        signature("moe_experts", (act(2880), TensorType("int32", ("T", 4)), TensorType("float32", ("T", 4))),
+                  (act(2880),),
+                  tuple(TensorType("bfloat16", (32, *n))
+                        for n in ((5760, 2880), (2880, 2880), (5760,), (2880,))),
+                  {"activation": "swiglu_clamped", "gated": True, "has_bias": True, "alpha": 1.702,
+                   "limit": 7.0}),
         signature("rope_table", (ids,), (act(128),), (TensorType("float32", (64,)),),
                   {"scaling": 1.0, "dtype": "bfloat16"}),
         signature("rope", (act(40, 128), act(128)), (act(40, 128),), attrs={"interleaved": False}),
@@ -70,7 +76,7 @@ def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
     """Every launch of every tactic for `signatures`, and of sampling."""
     logits = TensorType("bfloat16", ("R", 128256))
     found = [
-        fill_launch(),
+        receive_launch(2048, 64, 8192, 32),
         *(s for full in (False, True) for s in sample_launches(logits, rows, 128000, full=full)),
     ]
     for types in signatures():
@@ -81,10 +87,11 @@ def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
 
 
 def variants(sm: int) -> dict[str, KernelSpec]:
-    """The first spec of every kernel function, by name; sampling's of both kinds."""
+    """The first spec of every kernel function, by name; of sampling and experts, both kinds."""
     found: dict[str, KernelSpec] = {}
     for spec in (launch.kernel for launch in launches(sm)):
-        kind = ", full" if spec.constants.get("FULL") else ""
+        kinds = {"FULL": ", full", "HAS_BIAS": ", biased"}
+        kind = "".join(word for name, word in kinds.items() if spec.constants.get(name))
         found.setdefault(f"{spec.module.removeprefix('tapeout.plugins.')}:{spec.function}{kind}", spec)
     return found
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from tapeout.plugins.cpu import TensorType
-from tapeout.plugins.sample.cuda import fill_launch, sample_launches, sample_workspace_bytes
+from tapeout.plugins.cuda import TURNS
+from tapeout.plugins.sample.cuda import sample_launches, sample_workspace_bytes
 from tapeout.plugins.sample.logprob_words import LOGPROB_WORDS, read_logprobs
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.plugins.sample.result import Logprob
@@ -61,26 +62,25 @@ def check(dtype: torch.dtype, seed: int) -> None:
         "counts": ints([rows, rows, 1, 1, rows]), "row_ids": torch.arange(rows, dtype=torch.int32),
         "row_seqs": seq_of_row, "positions": positions, "seq_slots": slots, "sample_state": state,
         "out_ids": torch.full((rows + 2,), -7, dtype=torch.int32),
-        "out_finite": torch.full((rows + 2,), -7, dtype=torch.int32),
+        "turns": ints([6, 0]), "outbox": torch.full((TURNS, 2, rows + 2), -7, dtype=torch.int32),
         "last_ids": torch.full((SLOTS,), -7, dtype=torch.int32),
-        "token_ids": ints([-1, 3, -1, 4, -1, 5]), "sample_bits": ints([]), "output_counts": ints([]),
+        "sample_bits": ints([]), "output_counts": ints([]),
     }  # fmt: skip
     kind = TensorType(str(dtype).removeprefix("torch."), ("R", VOCAB))
     workspace = torch.full((sample_workspace_bytes(kind, rows + 2),), 0xFF, dtype=torch.uint8)
-    bound = Operands((logits,), (), (), step, workspace)
+    bound = Operands((logits,), (), (), step, workspace, scalars={"outbox_words": 2 * (rows + 2)})
     for spec in sample_launches(kind, rows + 2, VALID):
         interpret_cuda.launch(spec, bound, rows + 2)
-    interpret_cuda.launch(fill_launch(), bound, rows + 2)
     wanted = sampler.sample(logits[:rows].float().numpy(), slots.numpy(), positions.numpy())
     for r in range(rows):
         finite = bool(wanted.finite[r])
-        got = [int(step["out_ids"][r]), int(step["out_finite"][r]), int(step["last_ids"][slots[r]])]
-        expected = [int(wanted.token_ids[r]), int(finite), int(wanted.token_ids[r])]
-        got.append(int(step["token_ids"][r]))
-        expected.append(expected[0] if r % 2 == 0 else 3 + r // 2)
+        chosen = int(wanted.token_ids[r])
+        got = [int(step["out_ids"][r]), *step["outbox"][1, :, r].tolist(), int(step["last_ids"][slots[r]])]
+        expected = [chosen, chosen, int(finite), chosen]
         tell(f"{kind.dtype} {seed}", r, got, expected)
     untouched = step["out_ids"][rows:].tolist() + [int(x) for x in step["last_ids"] if int(x) == -7]
-    tell(f"{kind.dtype} {seed}", -1, untouched, [-7] * 4)
+    untouched += step["outbox"][1, :, rows:].flatten().tolist() + step["outbox"][[0, 2, 3]].flatten().tolist()
+    tell(f"{kind.dtype} {seed}", -1, sorted(set(untouched)), [-7])
 
 
 class Steps:
@@ -113,19 +113,20 @@ class Steps:
             "row_seqs": torch.arange(rows, dtype=torch.int32), "positions": ints(positions),
             "seq_slots": ints(slots), "sample_state": self.state, "sample_bits": self.bits,
             "output_counts": self.counts, "out_ids": torch.full((bucket,), -7, dtype=torch.int32),
-            "out_finite": torch.full((bucket,), -7, dtype=torch.int32),
+            "turns": ints([5, 0]), "outbox": torch.full((TURNS, 2, bucket), -7, dtype=torch.int32),
             "last_ids": torch.full((SLOTS,), -7, dtype=torch.int32),
             "out_logprobs": torch.full((bucket, LOGPROB_WORDS), -7, dtype=torch.int32),
         }  # fmt: skip
         size = sample_workspace_bytes(self.kind, bucket, full=True)
-        bound = Operands((logits,), (), (), step, torch.full((size,), 0xFF, dtype=torch.uint8))
+        workspace = torch.full((size,), 0xFF, dtype=torch.uint8)
+        bound = Operands((logits,), (), (), step, workspace, scalars={"outbox_words": 2 * bucket})
         for spec in sample_launches(self.kind, bucket, self.valid, full=True):
             interpret_cuda.launch(spec, bound, bucket)
         wanted = self.sampler.sample(logits[:rows].float().numpy(), np.array(slots), np.array(positions))
         for r, slot in enumerate(slots):
             chosen, finite = int(wanted.token_ids[r]), bool(wanted.finite[r])
-            got = [int(step[n][i]) for n, i in (("out_ids", r), ("out_finite", r), ("last_ids", slot))]
-            expected: list[object] = [chosen, int(finite), chosen]
+            got = [int(step["out_ids"][r]), *step["outbox"][0, :, r].tolist(), int(step["last_ids"][slot])]
+            expected: list[object] = [chosen, chosen, int(finite), chosen]
             state = self.sampler._slots[slot]
             got.append(int(self.state[slot, 14]))
             expected.append(state.num_sampled)
@@ -141,7 +142,7 @@ class Steps:
                 got += agreement(read_logprobs(words, chosen, top_n, self.vocab), wanted.logprobs[r])
                 expected += agreement(wanted.logprobs[r], wanted.logprobs[r])
             tell(label, r, got, expected)
-        untouched = [step[n][rows:] for n in ("out_ids", "out_finite", "out_logprobs")]
+        untouched = [step["out_ids"][rows:], step["out_logprobs"][rows:], step["outbox"][0, :, rows:]]
         tell(label, -1, [bool((x == -7).all()) for x in untouched], [True] * 3)
 
 

@@ -27,7 +27,7 @@ def sizes_of(
     sizes, _ = Chunking(policy, limit, page).sizes(
         np.array(starts or [0] * len(rest), np.int32),
         np.array(rest, np.int32),
-        np.array(last_step or [-1] * len(rest), np.int64),
+        lambda: np.array(last_step or [-1] * len(rest), np.int64),
         budget,
     )
     assert sizes.dtype == np.int32

@@ -18,10 +18,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-import tapeout.runtime.llm as llm_module
 from tapeout.plugins.errors import EngineIncompatibleError, TapeoutError, UsageError
 from tapeout.plugins.native.host import detect_host
-from tapeout.runtime import LLM, RequestOutput, SamplingParams
+from tapeout.runtime import LLM, RequestOutput, SamplingParams, loading
 from tapeout.runtime.engine.manifest import KvCacheLayout, Limits, Manifest, ModelFacts, TokenizerFacts
 from tapeout.runtime.scheduler.policies import ChunkingPolicy
 
@@ -104,7 +103,7 @@ def make_llm(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterato
                     return wanted[len(said)] if len(said) < len(wanted) else EOS
             return EOS
 
-        monkeypatch.setattr(llm_module, "open_engine", lambda path, **_: engine)
+        monkeypatch.setattr(loading, "open_engine", lambda path, **_: engine)
         monkeypatch.setattr(
             "tapeout.runtime.executors.load_executor",
             lambda engine, *, num_pages, host_pages, **_: fakes.FakeExecutor(

@@ -273,6 +273,27 @@ def test_pages_go_to_the_host_and_come_back(fakes: SimpleNamespace) -> None:
     assert stats.offloaded_pages == stats.evicted_pages > 6
 
 
+@pytest.mark.parametrize("host_pages", [0, 3])
+def test_evictions_are_told_with_whose_pages_and_for_whom(fakes: SimpleNamespace, host_pages: int) -> None:
+    rig = fakes.make_rig(num_pages=8, host_pages=host_pages)
+    for i in range(1, 3):
+        run_one(rig, [i] * 9, 3)  # each leaves two full pages
+    assert not any(r.evicted for r in rig.records)
+    first = len(rig.records)
+    rig.add([3] * 15, 9, eos=frozenset())  # 4 pages, as many as are blank; then two more
+    rig.add([4] * 3, 2, eos=frozenset())
+    rig.run()
+    told = [(e, r.plan.step) for r in rig.records[first:] for e in r.evicted]
+    assert [e.request_id for e, _ in told][:2] == ["r0", "r0"], "the oldest, whole"
+    assert all(set(e.made_room_for) <= {"r2", "r3"} and e.made_room_for for e, _ in told)
+    assert all(e.to_host == (e.pages if host_pages else 0) for e, _ in told)
+    assert sum(e.pages for e, _ in told) == rig.loop.kv_cache.stats().evicted_pages
+    lines = [line for record in rig.records[first:] for line in record.explain() if "evicted" in line]
+    where = " of it, 1 of them to the host," if host_pages else " of it"
+    assert lines == [f"{one}: evicted: 1 cached pages{where} made room for {other}" for one, other in
+                     (("r0", "r3"), ("r0", "r2"), ("r1", "r2"))]  # fmt: skip
+
+
 def test_copies_that_fail_fail_their_requests_and_empty_the_cache(fakes: SimpleNamespace) -> None:
     rig = fakes.make_rig(num_pages=12, host_pages=8)
     run_one(rig, list(range(1, 10)))

@@ -45,7 +45,7 @@ def prefilling(name: str, prompt: int, **state: int) -> Member:
 
 
 def decoding(name: str, **state: int) -> Member:
-    return request(name, 2, max_tokens=99), {"cached_tokens": 2, "planned_tokens": 1} | state
+    return request(name, 2, max_tokens=99), {"cached_tokens": 2} | state
 
 
 def running_of(*members: Member) -> Running:
@@ -56,6 +56,8 @@ def running_of(*members: Member) -> Running:
         running.add(made)
         for key, value in state.items():
             getattr(running, key)[slot] = value
+        if running.cached_tokens[slot] >= made.context_tokens:
+            running.turn_tokens[slot] = made.worst_case_tokens - 1
     return running
 
 
@@ -244,7 +246,7 @@ def test_chunk_tokens_caps_a_chunk() -> None:
 
 
 def test_a_request_whose_last_token_is_planned_gets_no_row() -> None:
-    plan = MicroBatchScheduler(max_num_tokens=10).plan(0, running_of(decoding("a", planned_tokens=99)))
+    plan = MicroBatchScheduler(max_num_tokens=10).plan(0, running_of(decoding("a", cached_tokens=100)))
     assert plan.scheduled == ()
     assert plan.skipped[0].reason is Reason.ALL_PLANNED
 

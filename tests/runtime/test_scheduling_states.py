@@ -1,9 +1,9 @@
 """The loop as a state machine: whatever comes, in whatever order, under every policy.
 
 Arrivals, shared prompts, cancellations, failing steps and page copies, logits that are not finite, too few
-pages, pins and clears of the prefix cache are mixed by hypothesis. The fake executor keeps real pages of
-token ids, so a page that is shared wrongly, freed too early or filled with the wrong tokens changes what a
-request gets.
+pages, pins and clears of the prefix cache, and other weights are mixed by hypothesis. The fake executor
+keeps real pages of token ids, so a page that is shared wrongly, freed too early, computed by other weights
+or filled with the wrong tokens changes what a request gets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tapeout.plugins.errors import UsageError
 from tapeout.runtime.kv_cache import CacheUser, PinnedPrefix, PrefixCacheOptions
 from tapeout.runtime.scheduler.plan import Reason
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
-from tapeout.runtime.scheduler.record import StepRecord
+from tapeout.runtime.scheduler.record import PauseCause, StepRecord
 from tapeout.runtime.scheduler.request import FinishReason
 
 MAX_SEQ_LEN = 24
@@ -84,6 +84,7 @@ class Scheduling(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.pins: list[PinnedPrefix] = []
         self.waited: dict[str, int] = {}
+        self.records: list[StepRecord] = []
         self.admit = self.rig.loop._admit
         self.rig.loop._admit = self.admit_and_check
         self.rig.loop.on_step = self.check_record  # while the step is planned, so that state is its own
@@ -137,6 +138,24 @@ class Scheduling(RuleBasedStateMachine):
         self.rig.loop.kv_cache.clear()
         self.pins.clear()
 
+    @precondition(lambda self: len(self.wanted) % 3 == 1)
+    @rule(how=st.sampled_from(["finish", "recompute", "abort"]))
+    def change_weights(self, how: str) -> None:
+        loop = self.rig.loop
+        loop.hold_admissions(True)
+        if how == "recompute":
+            loop.pause_all()
+        elif how == "abort":
+            self.aborted |= set(loop.running.names())
+            loop.abort_running()
+        while not loop.is_vacant:
+            self.one_turn()
+        loop.load_weights(SimpleNamespace(weights_digest=f"weights {self.rig.executor.weights + 1}"))
+        loop.hold_admissions(False)
+        self.pins.clear()
+        assert loop.kv_cache.num_free == loop.kv_cache.num_pages
+        assert loop.kv_cache.stats().device_pages == loop.kv_cache.stats().host_pages == 0
+
     @rule(tokens=st.integers(1, len(STEM)))
     def pin(self, tokens: int) -> None:
         loop = self.rig.loop
@@ -175,6 +194,7 @@ class Scheduling(RuleBasedStateMachine):
         return held
 
     def check_record(self, record: StepRecord) -> None:
+        self.records.append(record)
         plan, requests, most = record.plan, self.rig.requests, self.options
         executor = self.rig.executor
         if len(executor.steps) in executor.fail_steps | executor.refuse_steps:
@@ -190,9 +210,10 @@ class Scheduling(RuleBasedStateMachine):
             end = row.start + row.num_tokens
             if not row.samples and end % self.tokens_per_page:
                 assert end // self.tokens_per_page <= row.start // self.tokens_per_page, "a page was split"
-        if record.paused:
+        paused = [p for p in record.paused if p.cause is PauseCause.PAGES]
+        if paused:
             assert most["capacity_policy"] is CapacityPolicy.MAX_UTILIZATION
-            newest = min(requests[p.request_id].rank for p in record.paused)
+            newest = min(requests[p.request_id].rank for p in paused)
             # Who only waits for its last token gives its pages back without being paused.
             ending = {s.request_id for s in plan.skipped if s.reason is Reason.ALL_PLANNED}
             others = [requests[name].rank for name in named if name not in ending]
@@ -231,6 +252,10 @@ class Scheduling(RuleBasedStateMachine):
             if not self.one_turn():
                 break
         assert not self.rig.loop.has_work, "some request never ends"
+        kv_cache = self.rig.loop.kv_cache
+        told = sum(e.pages for record in self.records for e in record.evicted)
+        untold = sum(len(evicted.pages) for evicted in kv_cache.take_evictions())
+        assert told + untold == kv_cache.stats().evicted_pages
         for pin in self.pins:
             self.rig.loop.kv_cache.unpin(pin)
         self.rig.check_idle()

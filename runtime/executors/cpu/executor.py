@@ -24,7 +24,7 @@ from tapeout.runtime.executors.step_check import NO_TOKEN, forget_ids
 from tapeout.runtime.host_memory import available_host_bytes
 from tapeout.runtime.kv_cache.pages import PageCopy
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.step import NO_IDS, StepInputs, StepResult
+from tapeout.runtime.step import FROM_SLOT, NO_IDS, StepInputs, StepResult
 
 R = TypeVar("R")
 
@@ -64,6 +64,7 @@ class CpuExecutor:
             () if facts is None else facts.eos_token_ids,
         )
         self._last_ids = np.full(self.limits.max_batch_size, NO_TOKEN, np.int32)
+        self._lost = np.zeros(self.limits.max_batch_size, bool)  # slots whose last step failed
         self._refused: dict[int, Exception] = {}  # slots whose admission failed
         self._closed = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tapeout-cpu")
@@ -98,7 +99,7 @@ class CpuExecutor:
             raise UsageError(f"slot {slot} does not exist, expected 0 to {self.limits.max_batch_size - 1}")
 
         def run() -> None:
-            self._last_ids[slot] = NO_TOKEN
+            self._last_ids[slot], self._lost[slot] = NO_TOKEN, False
             self._refused.pop(slot, None)
             try:
                 self._sampler.admit(slot, params, prompt_token_ids, output_token_ids)
@@ -116,12 +117,21 @@ class CpuExecutor:
         check_copies(copies, self.num_pages, self.host_pages)
         self._on_worker(lambda: self._pages.copy(copies))
 
+    def load_weights(self, engine: Engine) -> None:
+        """See `tapeout.runtime.step.Executor`. The old weights run until the new ones are prepared, so that a
+        failure changes nothing; for that time both are in memory."""
+
+        def run() -> None:
+            self._replay, self._engine = self._replay.with_weights_of(engine), engine
+
+        self._on_worker(run).result()
+
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.
 
         The KV cache is written as in any step. FROM_SLOT ids come from earlier sampled steps.
         """
-        return self._on_worker(lambda: self._logits(inputs).copy()).result()
+        return self._on_worker(lambda: self._logits(inputs, self._last_ids).copy()).result()
 
     def close(self) -> None:
         """Finish queued work, then free memory and the thread. The engine stays open."""
@@ -137,18 +147,21 @@ class CpuExecutor:
             for slot in inputs.row_slots.tolist():
                 if slot in self._refused:
                     raise self._refused[slot]
-            logits = self._logits(inputs)
+            # A step that was planned on ids of one that failed runs for its other rows.
+            logits = self._logits(inputs, np.where(self._lost, np.int32(0), self._last_ids))
             sampled = self._sampler.sample(logits, inputs.row_slots, inputs.positions[inputs.row_ids])
         except BaseException:
-            forget_ids(self._last_ids, inputs.row_slots)
+            self._lost[forget_ids(self._last_ids, inputs.row_slots)] = True
             raise
+        lost = self._lost[inputs.row_slots] & (inputs.token_ids[inputs.row_ids] == FROM_SLOT)
+        finite, self._lost[inputs.row_slots] = sampled.finite & ~lost, lost
         # The id of a row that is not finite means nothing, but the next step may be queued already.
-        self._last_ids[inputs.row_slots] = np.where(sampled.finite, sampled.token_ids, 0)
-        return StepResult(sampled.token_ids, sampled.logprobs, sampled.finite)
+        self._last_ids[inputs.row_slots] = np.where(finite, sampled.token_ids, 0)
+        return StepResult(sampled.token_ids, sampled.logprobs, finite)
 
-    def _logits(self, inputs: StepInputs) -> np.ndarray:
+    def _logits(self, inputs: StepInputs, last_ids: np.ndarray) -> np.ndarray:
         """Float32 [R, vocab], valid until the next step."""
-        t, r = self._writer.write(inputs, self._last_ids)
+        t, r = self._writer.write(inputs, last_ids)
         bucket = self._replay.bucket(t, r)
         for call in bucket.calls:
             call()

@@ -14,6 +14,7 @@ from tapeout.plugins.errors import EngineIncompatibleError, UnsupportedError
 from tapeout.plugins.registry import cpu_tactics
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, TacticRange, View
 from tapeout.runtime.engine.program_check import resolve_shape
+from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.executors.cpu.weight_store import WeightStore
 
 
@@ -48,6 +49,14 @@ class Replay:
         for record in self._program.records:
             for choice in self._program.tactics[record.signature]:
                 self._weights.prepared(self._tactics[record.op, choice.tactic], record)
+
+    def with_weights_of(self, engine: Engine) -> Replay:
+        """The same program over another engine's weights, prepared as these are."""
+        weights = WeightStore(engine, release=self._weights.release)
+        replay = Replay(self._program, self._arena, self._step, weights, self._kernels, self._max_buckets)
+        if not weights.release:
+            replay.prepare_weights()
+        return replay
 
     def bucket(self, t: int, r: int) -> Bucket:
         """The program for T and R, bound now if it is not at hand."""

@@ -283,7 +283,7 @@ class CublasLt:
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(float(call.has_addend))
         c = call.addend if call.has_addend else call.out  # not read where beta is 0
         with self._described(call) as made, relaxed_capture():
-            stream.after_library = True
+            stream.whole_before_next = True
             self._library.call(
                 "cublasLtMatmul", self._handle, made.operation, ctypes.byref(alpha), call.weight, made.a,
                 call.x, made.b, ctypes.byref(beta), c, made.c, call.out, made.d, ctypes.byref(data),

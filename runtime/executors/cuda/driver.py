@@ -134,14 +134,14 @@ class PinnedMemory:
 class Stream:
     """A non-blocking stream.
 
-    after_library: a library's call is the last that was queued. What nodes it was, and on what terms they
-        end, only the library knows, so the launch behind it waits for all of it (see `launch`).
+    whole_before_next: the next launch waits for all that was queued (see `launch`). So it has to be behind a
+        library's call: what nodes it was, and on what terms they end, only the library knows.
     """
 
     def __init__(self) -> None:
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.handle = check(cu.cuStreamCreate(flags), "creating a stream")
-        self.after_library = False
+        self.whole_before_next = False
 
     def upload(self, device: int, host: int, size_bytes: int) -> None:
         check(cu.cuMemcpyHtoDAsync(device, host, size_bytes, self.handle), "copying to the device")
@@ -239,10 +239,10 @@ def launch(
     """One kernel launch, or one node while a stream is captured.
 
     grid: programs. cluster: blocks a program is. overlap: blocks may start before the launch ahead has
-    ended (programmatic dependent launch), unless that was a library's: such an edge is one between
-    kernels, and a library may end with another node.
+    ended (programmatic dependent launch), unless the stream's next launch waits for everything: such an edge
+    is one between kernels, and a library may end with another node.
     """
-    overlap, stream.after_library = overlap and not stream.after_library, False
+    overlap, stream.whole_before_next = overlap and not stream.whole_before_next, False
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.gridDimX *= cluster

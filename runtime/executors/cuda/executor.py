@@ -1,4 +1,4 @@
-"""The executor of `cuda` engines: every step is one metadata copy and one graph launch."""
+"""The executor of `cuda` engines: every step is one graph launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from tapeout.runtime.engine.reader import Engine
 from tapeout.runtime.engine.target import check_gpu, check_sku, not_for
 from tapeout.runtime.executors.copy_check import check_copies
 from tapeout.runtime.executors.cuda.cublaslt import CublasLt, library_for
-from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, PinnedMemory, Stream, open_device
+from tapeout.runtime.executors.cuda.driver import (
+    Device,
+    DeviceMemory,
+    Event,
+    PinnedMemory,
+    Stream,
+    open_device,
+)
 from tapeout.runtime.executors.cuda.page_memory import PageMemory
 from tapeout.runtime.executors.cuda.replay import Memory, Replay, Sampling, check_table
 from tapeout.runtime.executors.cuda.sampled_ids import Admission, SampledIds
@@ -140,6 +147,7 @@ class CudaExecutor:
         self._top_logprobs = np.full(batch, _NO_LOGPROBS)
         self._lock = threading.RLock()
         self._closed = False
+        self._weights_problem: str | None = None  # why those on the device are of no use
         self._device, table = open_gpu(engine, device)
         self._device.make_current()
         with ExitStack() as stack:
@@ -193,7 +201,7 @@ class CudaExecutor:
             if error.hint is not None:  # it was not the GPU's memory
                 raise
             raise budget_error(what, lines, free) from None
-        self._steps, self._sampled = memory.step, memory.sampling
+        self._steps, self._sampled, self._weights = memory.step, memory.sampling, weights
 
     def admit(
         self,
@@ -220,7 +228,7 @@ class CudaExecutor:
             )
 
     def submit(self, inputs: StepInputs) -> StepHandle:
-        """Queue a step: one copy, one graph launch, one copy back; returns at once.
+        """Queue a step: one graph launch; returns at once.
 
         Raises at once what is wrong with the step; then its slots have no last ids any more.
         """
@@ -240,6 +248,21 @@ class CudaExecutor:
             if copies:
                 self._pages.copy(copies, self._stream)
 
+    def load_weights(self, engine: Engine) -> None:
+        """See `tapeout.runtime.step.Executor`. The new weights take the places of the old ones, so there need
+        be no room for both; a copy that fails leaves a mixture, with which no step runs."""
+        with self._lock:
+            self._enter()
+            self._stream.wait()
+            self._weights_problem = "they are being replaced"
+            try:
+                self._weights.begin(engine)
+                self._weights.wait()
+            except BaseException as error:
+                self._weights_problem = f"replacing them failed: {error}"
+                raise
+            self._weights_problem = None
+
     def forward(self, inputs: StepInputs) -> np.ndarray:
         """Run a step without sampling; waits. Returns logits float32 [R, vocab], a copy.
 
@@ -248,7 +271,7 @@ class CudaExecutor:
         with self._lock:
             self._enter()
             self._checker.check(inputs, self._last_ids)
-            self._queue(inputs, Sampling.NONE)
+            self._queue(inputs, Sampling.NONE).record(self._stream)
             return self._download_logits(len(inputs.row_ids))
 
     def close(self) -> None:
@@ -273,21 +296,33 @@ class CudaExecutor:
     def _submit(self, inputs: StepInputs) -> StepHandle:
         self._checker.check(inputs, self._last_ids)
         slots, top_logprobs, on_host = inputs.row_slots, None, None
-        full = bool(self._full[slots].any())
+        full, turn = bool(self._full[slots].any()), self._steps.turn
         if full:
             top_logprobs, on_host = self._top_logprobs[slots], np.flatnonzero(self._on_host[slots])
-        self._queue(inputs, Sampling.FULL if full else Sampling.PLAIN)
-        step: StepHandle = self._sampled.download(len(slots), top_logprobs, self._stream)
+            if (top_logprobs == _NO_LOGPROBS).all():
+                top_logprobs = None
+        end = self._queue(inputs, Sampling.FULL if full else Sampling.PLAIN)
+        if top_logprobs is not None:
+            self._sampled.download(turn, len(slots), self._stream)
+        end.record(self._stream)
+        step: StepHandle = self._sampled.queued(turn, end, len(slots), top_logprobs)
         if on_host is not None and len(on_host):
             step = _Done(self._with_rows_of_host(inputs, on_host, step))
         self._last_ids[slots] = _ON_DEVICE
         return step
 
-    def _queue(self, inputs: StepInputs, sampling: Sampling) -> None:
-        """Queue a step's copy and its graph; the step has been checked."""
+    def _queue(self, inputs: StepInputs, sampling: Sampling) -> Event:
+        """Write a step's tensors and queue its graph; the step has been checked. Returns the event to record
+        at its end."""
+        if self._weights_problem is not None:
+            raise TapeoutError(
+                f"the weights on the GPU are of no use: {self._weights_problem}", hint="load weights again"
+            )
         bucket = self._replay.bucket(len(inputs.token_ids), len(inputs.slots), len(inputs.row_ids))
-        self._steps.upload(inputs, self._stream)
+        self._sampled.settle(self._steps.turn)
+        self._steps.write(inputs)
         self._replay.launch(bucket, self._stream, sampling)
+        return self._steps.next_turn()
 
     def _with_rows_of_host(self, inputs: StepInputs, rows: np.ndarray, step: StepHandle) -> StepResult:
         """The device's result with these rows sampled on the host; waits."""

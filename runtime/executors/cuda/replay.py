@@ -43,7 +43,7 @@ from tapeout.runtime.tensorrt.segments import LoadedSegments
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 _KINDS = {
     "input", "output", "weight", "step", "workspace", "input_stride", "output_stride", *_SCALARS, "attr",
-    "layers", "max_pages",
+    "layers", "max_pages", "inbox_words", "outbox_words",
 }  # fmt: skip
 
 
@@ -163,6 +163,7 @@ class Replay:
         """
         if self._products is None and self._segments is None:
             return
+        self._clear_row_ids(stream)
         fresh: set[tuple[int, int]] = set()  # segments and profiles
         for record, count, item in self._launches(bucket):
             if isinstance(item, Matmul) and (item, count) not in self._warm:
@@ -191,8 +192,10 @@ class Replay:
             cu.cuGraphDestroy(graph)
 
     def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
-        for filling in self._table.fill:
-            self._launch(filling, None, bucket.rows, stream)
+        self._clear_row_ids(stream)
+        for receiving in self._table.receive:
+            self._launch(receiving, None, bucket.rows, stream)
+        stream.whole_before_next = True  # later launches read the step's counts ahead of their turns
         for record, count, item in self._launches(bucket):
             self._launch(item, record, count, stream)
         if sampling is not Sampling.NONE:
@@ -245,6 +248,14 @@ class Replay:
             overlap=kernel.overlap, cluster=kernel.cluster,
         )  # fmt: skip
 
+    def _clear_row_ids(self, stream: Stream) -> None:
+        """A segment looks at all rows of a bucket: those of padding ask for row 0, and not for what an earlier,
+        larger step asked for, which is beyond the rows that this one has."""
+        if self._segments is not None:
+            size_bytes = 4 * self._table.logit_buckets[-1]
+            stream.zero(self._memory.step.address("row_ids"), size_bytes)
+            stream.whole_before_next = True
+
     def _enqueue(self, call: SegmentCall, stream: Stream) -> None:
         """Queue a segment; what follows waits for all of it, as after any library."""
         assert self._segments is not None, "the table's segments"
@@ -255,7 +266,7 @@ class Replay:
             *(self._base(name) for name in region.outputs),
         ]
         with relaxed_capture():
-            stream.after_library = True
+            stream.whole_before_next = True
             self._segments.enqueue(
                 region.segment, call.profile, dict(call.rows), addresses, int(stream.handle)
             )
@@ -278,6 +289,10 @@ class Replay:
             return memory.layers, ctypes.c_int32
         if kind == "max_pages":
             return memory.step.max_pages, ctypes.c_int32
+        if kind == "inbox_words":
+            return memory.step.inbox_words, ctypes.c_int32
+        if kind == "outbox_words":
+            return memory.sampling.outbox_words, ctypes.c_int32
         assert record is not None, f"argument kind {kind} needs a record"
         if kind == "weight":
             present = [name for name in record.weights if name]  # as in the record's signature

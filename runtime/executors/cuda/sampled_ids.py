@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tapeout.plugins.cuda import TURNS
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.sample.logprob_words import LOGPROB_WORDS, read_logprobs
 from tapeout.plugins.sample.params import SamplingParams
@@ -17,8 +18,7 @@ from tapeout.runtime.executors.cuda.driver import Device, DeviceMemory, Event, P
 from tapeout.runtime.step import StepResult
 
 _PARAMETER_BYTES = 4 * SAMPLE_STATE_WORDS
-_RESULT_BYTES = 8 + 4 * LOGPROB_WORDS
-_TURNS = 4  # results the host may leave unread before a new step has to wait for the oldest
+_LOGPROB_BYTES = 4 * LOGPROB_WORDS
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,16 @@ class Admission:
 class QueuedStep:
     """A step on the device. `result` waits for it; any thread may ask, as often as it likes."""
 
-    def __init__(self, device: Device, turn: _Turn, rows: int, top_logprobs: list[int] | None) -> None:
-        self._device, self._turn, self._rows = device, turn, rows
+    def __init__(
+        self, device: Device, turn: _Turn, end: Event, rows: int, top_logprobs: list[int] | None
+    ) -> None:
+        self._device, self._turn, self._end, self._rows = device, turn, end, rows
         self._top_logprobs = top_logprobs
         self._lock = threading.Lock()
         self._outcome: StepResult | TapeoutError | None = None
 
     def settle(self) -> StepResult | TapeoutError:
-        """Wait, and take the result out of the pinned buffer: after this the buffer may be reused."""
+        """Wait, and take the result out of the pinned memory: after this it may be written again."""
         with self._lock:
             if self._outcome is None:
                 self._outcome = self._read()
@@ -57,7 +59,7 @@ class QueuedStep:
     def _read(self) -> StepResult | TapeoutError:
         try:
             self._device.make_current()
-            self._turn.event.wait()
+            self._end.wait()
         except TapeoutError as error:  # the device failed; so will everything after it
             return error
         ids = self._turn.ids[: self._rows].copy()
@@ -73,16 +75,22 @@ class QueuedStep:
 
 
 class _Turn:
-    """A pinned buffer for one step's results, and the step that will read it."""
+    """Where one step's results arrive, and the step that will read them.
 
-    def __init__(self, batch: int, vocab_size: int, stack: ExitStack) -> None:
-        self.memory = stack.enter_context(closing(PinnedMemory(_RESULT_BYTES * batch)))
-        self.event = stack.enter_context(closing(Event()))
+    ids, finite: the turn's place in the outbox, int32 [max_batch_size], written by the step's last kernel.
+    """
+
+    def __init__(self, outbox: np.ndarray, vocab_size: int, stack: ExitStack) -> None:
+        self.ids, self.finite = outbox
+        batch = len(self.ids)
+        self.memory = stack.enter_context(closing(PinnedMemory(_LOGPROB_BYTES * batch)))
         self.vocab_size = vocab_size
-        values = self.memory.array.view(np.int32)
-        self.ids, self.finite = values[:batch], values[batch : 2 * batch]
-        self.logprobs = values[2 * batch :].reshape(batch, LOGPROB_WORDS)
+        self.logprobs = self.memory.array.view(np.int32).reshape(batch, LOGPROB_WORDS)
         self.step: QueuedStep | None = None
+
+    def settle(self) -> None:
+        if self.step is not None:
+            self.step.settle()
 
 
 class SampledIds:
@@ -103,53 +111,54 @@ class SampledIds:
                 return memory
 
             self._last_ids = zeroed(4 * batch, "last ids")
-            # Ids [batch], finite flags [batch], logprobs [batch, LOGPROB_WORDS].
-            self._output = zeroed(_RESULT_BYTES * batch, "sampled ids")
+            self._out_ids = zeroed(4 * batch, "sampled ids")
+            self._out_logprobs = zeroed(_LOGPROB_BYTES * batch, "logprobs")
             self._parameters = zeroed(_PARAMETER_BYTES * batch, "sampling parameters")
             self._bits = zeroed(2 * self._bits_bytes * batch, "ids of prompts")
             self._counts = zeroed(self._counts_bytes * batch, "counts of sampled ids")
             self._host_ids = stack.enter_context(closing(PinnedMemory(4 * batch)))
             self._host_parameters = stack.enter_context(closing(PinnedMemory(_PARAMETER_BYTES * batch)))
             self._host_bits = stack.enter_context(closing(PinnedMemory(2 * self._bits_bytes * batch)))
-            self._turns = [_Turn(batch, vocab_size, stack) for _ in range(_TURNS)]
+            self._outbox = stack.enter_context(closing(PinnedMemory(TURNS * 8 * batch)))
+            boxes = self._outbox.array.view(np.int32).reshape(TURNS, 2, batch)
+            self._turns = [_Turn(box, vocab_size, stack) for box in boxes]
             self._resources = stack.pop_all()
-        self._next = 0
+        self.outbox_words = 2 * batch
 
     @staticmethod
     def size_bytes(batch: int, vocab_size: int) -> int:
         """Device memory for that many slots."""
-        a_slot = 4 + _RESULT_BYTES + _PARAMETER_BYTES + 8 * bits_row(vocab_size) + 4 * counts_row(vocab_size)
+        a_slot = 8 + _LOGPROB_BYTES + _PARAMETER_BYTES + 8 * bits_row(vocab_size) + 4 * counts_row(vocab_size)
         return batch * a_slot
 
     def addresses(self) -> dict[str, int]:
-        """Device addresses by the names launches use."""
+        """Addresses by the names launches use: on the device, but for the outbox."""
         return {
             "last_ids": self._last_ids.address,
-            "out_ids": self._output.address,
-            "out_finite": self._output.address + 4 * self._batch,
-            "out_logprobs": self._output.address + 8 * self._batch,
+            "out_ids": self._out_ids.address,
+            "out_logprobs": self._out_logprobs.address,
+            "outbox": self._outbox.address,
             "sample_state": self._parameters.address,
             "sample_bits": self._bits.address,
             "output_counts": self._counts.address,
         }
 
-    def download(self, rows: int, top_logprobs: np.ndarray | None, stream: Stream) -> QueuedStep:
-        """Queue the copy of the newest results, `rows` of them, to the next pinned buffer.
+    def settle(self, turn: int) -> None:
+        """Before a step of that turn is launched: whose results are there is read. Waits for that step."""
+        self._turns[turn].settle()
+
+    def download(self, turn: int, rows: int, stream: Stream) -> None:
+        """Queue the copy of the newest step's logprobs, `rows` of them."""
+        stream.download(self._turns[turn].memory.address, self._out_logprobs.address, _LOGPROB_BYTES * rows)
+
+    def queued(self, turn: int, end: Event, rows: int, top_logprobs: np.ndarray | None) -> QueuedStep:
+        """The step of that turn, launched: its results are there when `end` has come.
 
         top_logprobs: [rows] how many each row reports, -1 = none; None when no row does.
         """
-        turn = self._turns[self._next]
-        self._next = (self._next + 1) % len(self._turns)
-        if turn.step is not None:
-            turn.step.settle()
-        reported = rows if top_logprobs is not None and (top_logprobs >= 0).any() else 0
-        size_bytes = 8 * self._batch + 4 * LOGPROB_WORDS * reported
-        stream.download(turn.memory.address, self._output.address, size_bytes)
-        turn.event.record(stream)
-        turn.step = QueuedStep(
-            self._device, turn, rows, top_logprobs.tolist() if top_logprobs is not None and reported else None
-        )
-        return turn.step
+        wanted = None if top_logprobs is None else top_logprobs.tolist()
+        step = self._turns[turn].step = QueuedStep(self._device, self._turns[turn], end, rows, wanted)
+        return step
 
     def admit(self, slot: int, request: Admission, stream: Stream) -> None:
         """Give a slot to a request, in stream order; nothing waits, but for one with penalties that was
@@ -195,6 +204,5 @@ class SampledIds:
     def close(self) -> None:
         """Settle every step that is still out, then free all."""
         for turn in self._turns:
-            if turn.step is not None:
-                turn.step.settle()
+            turn.settle()
         self._resources.close()

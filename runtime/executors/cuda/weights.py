@@ -19,17 +19,26 @@ _MAX_THREADS = 8
 class DeviceWeights:
     """All weights of an engine in one allocation, laid out as in the file; `address(name)` finds them.
 
-    Making it starts the copy; `wait` ends it. Threads take pieces of the region in turn, read each
-    into pinned memory, compare its checksums there and queue its copy, so that reading the page cache,
-    hashing and the bus overlap with each other and with what else is loaded meanwhile.
+    Making it starts the copy; `wait` ends it. `begin` copies those of another engine with the same layout
+    to the same places, so that captured graphs read them from then on.
+
+    Threads take pieces of the region in turn, read each into pinned memory, compare its checksums there and
+    queue its copy, so that reading the page cache, hashing and the bus overlap with each other and with what
+    else is loaded meanwhile.
     """
 
     def __init__(self, engine: Engine, device: Device) -> None:
-        self._engine, self._device = engine, device
+        self._device = device
         self._offsets = {name: i.begin - engine.weights_begin for name, i in engine.weights.items()}
-        self._stop = threading.Event()
-        self._pieces, self._pieces_lock = self._all_pieces(), threading.Lock()
+        self._stop, self._pieces_lock = threading.Event(), threading.Lock()
         self.memory = DeviceMemory(engine.weights_bytes, "weights")
+        self.begin(engine)
+
+    def begin(self, engine: Engine) -> None:
+        """Start copying; an earlier copy has been waited for."""
+        self._engine = engine
+        self._stop.clear()
+        self._pieces = self._all_pieces()
         threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tapeout-weights")
         self._copies: list[Future[None]] = [self._pool.submit(self._copy) for _ in range(threads)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +209,26 @@ def reference(weights: dict[str, np.ndarray]) -> Callable[[Sequence[int]], np.nd
 
 
 @pytest.fixture(scope="session")
+def greedy_ids() -> Callable[[Mapping[str, np.ndarray], Sequence[int], int], list[int]]:
+    """`greedy_ids(weights, ids, count)`: what the model with these weights says next."""
+
+    def say(weights: Mapping[str, np.ndarray], ids: Sequence[int], count: int) -> list[int]:
+        tokens = list(ids)
+        for _ in range(count):
+            tokens.append(int(reference_logits(weights, tokens)[-1].argmax()))
+        return tokens[len(ids) :]
+
+    return say
+
+
+@pytest.fixture(scope="session")
 def step() -> Callable[..., StepInputs]:
     return make_step
 
 
 @pytest.fixture
 def write_model(tmp_path: Path, program: Program, weights: dict[str, np.ndarray]) -> Callable[..., Path]:
-    """Writes the model as an engine; program, target and kernels may be replaced."""
+    """Writes the model as an engine; program, target, kernels and the weights' values may be replaced."""
 
     def write(
         name: str = "model.engine",
@@ -222,12 +236,17 @@ def write_model(tmp_path: Path, program: Program, weights: dict[str, np.ndarray]
         program: Program = program,
         target: str | None = None,
         kernels: Mapping[str, bytes] | None = None,
+        values: Mapping[str, np.ndarray] = weights,
+        shared: bool = False,
+        max_seq_len: int = LIMITS.max_seq_len,
     ) -> Path:
+        limits = replace(LIMITS, max_seq_len=max_seq_len)
+        source = "test" if values is weights else f"test {id(values)}"
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             target=target or f"cpu:{detect_host().level}",
-            model=ModelFacts("LlamaForCausalLM", "llama", "float32", "none", VOCAB, 40, "test"),
-            limits=LIMITS,
+            model=ModelFacts("LlamaForCausalLM", "llama", "float32", "none", VOCAB, 40, source),
+            limits=limits,
             kv_cache=KvCacheLayout(LAYERS, KV_HEADS, DIM, "float32"),
             tokenizer=None,
             generation={},
@@ -237,16 +256,18 @@ def write_model(tmp_path: Path, program: Program, weights: dict[str, np.ndarray]
             parity={"verdict": "skipped"},
             timed=False,
         )
-        refs = {n: WeightRef.of(TensorInfo(n, a.dtype.name, a.shape)) for n, a in weights.items()}
+        refs = {n: WeightRef.of(TensorInfo(n, a.dtype.name, a.shape)) for n, a in values.items()}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         write_engine(
             tmp_path / name,
             manifest,
             program,
             refs,
-            weights.__getitem__,
+            values.__getitem__,
             kernels or {},
             {},
-            source_digest="test",
+            source_digest=source,
+            shared=shared,
         )
         return tmp_path / name
 

@@ -7,15 +7,15 @@ import ctypes
 import numpy as np
 from fake_cuda import Launched, words
 
+from tapeout.plugins.cuda import TURNS
 from tapeout.plugins.sample.logprob_words import DEVICE_LOGPROBS, LOGPROB_WORDS
 from tapeout.plugins.sample.state import SAMPLE_STATE_WORDS
 from tapeout.runtime.engine import Engine
 from tapeout.runtime.executors.cuda import CudaExecutor
-from tapeout.runtime.step import FROM_SLOT
 
 
 class NextToken:
-    """Fills FROM_SLOT ids as the fill kernel does, writes logits that prefer id + 1, samples that, and
+    """Receives a step as the kernel of that name does, writes logits that prefer id + 1, samples that, and
     reports logprobs where a slot asks for them."""
 
     def __init__(self, executor: CudaExecutor, engine: Engine) -> None:
@@ -25,37 +25,41 @@ class NextToken:
         self._rows = np.zeros((0, 0), np.float32)
 
     def __call__(self, launched: Launched) -> None:
-        if launched.symbol == "fill_token_ids":
-            self._fill(*(int(v) for v in launched.values[:5]))
+        if launched.symbol == "receive":
+            self._receive(*(int(v) for v in launched.values))
         elif launched.symbol == "choose":
-            counts, row_ids, row_seqs, _, slots, _, out_ids, out_finite, last_ids = map(
-                int, launched.values[4:13]
+            counts, row_ids, row_seqs, _, slots, _, out_ids, last_ids, _, _, turns, outbox, box_words = map(
+                int, launched.values[4:17]
             )
             r = words(counts, 5)[4]
+            outbox += 4 * box_words * ((words(turns, 1)[0] - 1) % TURNS)
             for i, row in enumerate(words(row_ids, r)):
-                slot = words(slots + 4 * words(row_seqs + 4 * row, 1)[0], 1)[0]
-                for address, value in (
-                    (out_ids + 4 * i, self._ids[row] + 1), (out_finite + 4 * i, 1),
-                    (last_ids + 4 * slot, self._ids[row] + 1),
-                ):  # fmt: skip
-                    ctypes.c_int32.from_address(address).value = value
-
+                slot, chosen = self._slot(row_seqs, slots, row), self._ids[row] + 1
+                for address in (out_ids + 4 * i, last_ids + 4 * slot, outbox + 4 * i):
+                    ctypes.c_int32.from_address(address).value = chosen
+                ctypes.c_int32.from_address(outbox + 2 * box_words + 4 * i).value = 1
         elif launched.symbol == "merge_logprobs":
             counts, row_ids, row_seqs, slots, state, out_ids, out = map(int, launched.values[5:12])
             r = words(counts, 5)[4]
             for i, row in enumerate(words(row_ids, r)):
-                slot = words(slots + 4 * words(row_seqs + 4 * row, 1)[0], 1)[0]
+                slot = self._slot(row_seqs, slots, row)
                 top_n = words(state + 4 * (SAMPLE_STATE_WORDS * slot + 12), 1)[0]
                 if top_n >= 0:
                     reported = logprob_words(self._rows[i], words(out_ids + 4 * i, 1)[0], top_n)
                     ctypes.memmove(out + 4 * LOGPROB_WORDS * i, reported.tobytes(), 4 * LOGPROB_WORDS)
 
-    def _fill(self, token_ids: int, counts: int, row_seqs: int, slots: int, last_ids: int) -> None:
+    @staticmethod
+    def _slot(row_seqs: int, slots: int, row: int) -> int:
+        return words(slots + 4 * words(row_seqs + 4 * row, 1)[0], 1)[0]
+
+    def _receive(self, turns: int, inbox: int, counts: int, *others: int) -> None:
+        token_ids, last_ids, box_words = others[4], others[8], others[9]
+        turn = words(turns, 1)[0]
+        ctypes.memmove(counts, inbox + 4 * box_words * (turn % TURNS), 4 * box_words)
+        ctypes.c_int32.from_address(turns).value = turn + 1
         t, _, _, _, r = words(counts, 5)
-        ids = words(token_ids, t)
-        for i, seq in enumerate(words(row_seqs, t)):
-            if ids[i] == FROM_SLOT:
-                ids[i] = words(last_ids + 4 * words(slots + 4 * seq, 1)[0], 1)[0]
+        ids = [i if i >= 0 else words(last_ids + 4 * (-1 - i), 1)[0] for i in words(token_ids, t)]
+        (ctypes.c_int32 * t).from_address(token_ids)[:] = ids
         self._ids = ids
         logits = np.zeros((r, self._view.strides[0]), np.float32)
         for i, row in enumerate(words(self._address("row_ids"), r)):

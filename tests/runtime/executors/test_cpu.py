@@ -77,12 +77,21 @@ def test_a_failed_step_surfaces_and_later_ones_run(
     executor.admit(0, GREEDY, NO_PROMPT)
     executor.submit(step((0, A, 0, [1, 2]))).result()
     bad = executor.submit(step((0, [99], 5, [1, 2])))  # no such token
-    depends = executor.submit(step((0, [FROM_SLOT], 5, [1, 2])))
+    executor.admit(1, GREEDY, NO_PROMPT)
+    depends = executor.submit(step((1, A, 0, [3, 4]), (0, [FROM_SLOT], 5, [1, 2])))
+    again = executor.submit(step((1, [FROM_SLOT], 5, [3, 4]), (0, [FROM_SLOT], 6, [1, 2])))
     fine = executor.submit(step((0, [4], 5, [1, 2])))
     with pytest.raises(TapeoutError, match=r"token ids outside \[0, 29\)"):
         bad.result()
+    first = int(reference(A)[-1].argmax())
+    for result, id_of_other in (
+        (depends.result(), first),
+        (again.result(), int(reference([*A, first])[-1].argmax())),
+    ):
+        assert result.finite.tolist() == [True, False]  # its row is no token, whatever id it ran on
+        assert int(result.token_ids[0]) == id_of_other  # and no concern of others
     with pytest.raises(TapeoutError, match="or a slot without one"):
-        depends.result()  # never runs on an older id
+        executor.submit(step((2, [FROM_SLOT], 5, [1, 2]))).result()
     assert fine.result().token_ids[0] == reference([*A, 4])[-1].argmax()
 
 

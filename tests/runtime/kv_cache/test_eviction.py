@@ -270,7 +270,7 @@ def evict_us(num_pages: int) -> float:
     cache = kv._cache
     for page in cache.allocate(num_pages):
         ids = np.array([page, page >> 3, 1, 2], np.int32)
-        cache.store(cache.tree.root(Namespace()), ids.tobytes(), page, None)
+        cache.store(cache.tree.root(Namespace()), ids.tobytes(), page, None, "a")
         cache.release([page])
     assert kv.stats().device_pages == kv.num_free == num_pages
     best = float("inf")

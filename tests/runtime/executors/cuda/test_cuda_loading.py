@@ -47,7 +47,7 @@ def test_too_little_memory_is_told_line_by_line(engine: Engine, install: Install
     assert engine.launches is not None
     fixed = engine.weights_bytes + engine.program.arena_bytes
     fixed += engine.launches.workspace_bytes + engine.launches.scratch_bytes
-    fixed += 4 * (64 + 4 + 8 + 48 * 4 + 2 * 12 * 4 + 304 * 4)  # sampling: 4 slots, 300 ids
+    fixed += 4 * (64 + 4 + 4 + 48 * 4 + 2 * 12 * 4 + 304 * 4)  # sampling: 4 slots, 300 ids
     page = engine.manifest.kv_cache.page_bytes(16)
     cuda.free = fixed + page - 1
     with pytest.raises(CapacityError, match=r"weights(.|\n)*kv cache \(1 page of 16 tokens\)"):
@@ -187,11 +187,10 @@ def test_without_a_driver_both_machines_are_named(
 def test_launches_of_another_version_are_refused(engine: Engine, cuda: FakeCuda) -> None:
     table = engine.launches
     assert table is not None
-    odd = replace(
-        table.fill[0], args=(replace(table.fill[0].args[0], kind="colour"), *table.fill[0].args[1:])
-    )
+    first, *others = table.receive[0].args
+    odd = replace(table.receive[0], args=(replace(first, kind="colour"), *others))
     engine.launches = replace(
-        table, fill=(odd,), kernels=(replace(table.kernels[0], blob="gone"), *table.kernels)
+        table, receive=(odd,), kernels=(replace(table.kernels[0], blob="gone"), *table.kernels)
     )
     for call in (lambda: load_executor(engine, num_pages=PAGES), lambda: memory_left(engine)):
         with pytest.raises(EngineIncompatibleError, match="'colour', which is unknown; no cubin gone"):
@@ -221,6 +220,6 @@ def test_kernels_of_another_abi_are_refused_when_the_file_is_opened(
     """Before the launches are decoded, whose form may be another as well."""
     monkeypatch.setattr(reader, "KERNEL_ABI", 7)
     monkeypatch.setattr(reader.LaunchTable, "from_json", lambda data: pytest.fail("launches were decoded"))
-    with pytest.raises(EngineIncompatibleError, match="kernel ABI 3, this tapeout's is 7") as error:
+    with pytest.raises(EngineIncompatibleError, match="kernel ABI 4, this tapeout's is 7") as error:
         open_engine(engine_path)
     assert "tapeout build" in str(error.value.hint)

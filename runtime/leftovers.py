@@ -1,0 +1,40 @@
+"""What requests leave to the prefix cache, and when."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tapeout.runtime.kv_cache import KvCache
+from tapeout.runtime.scheduler.capacity import CapacityScheduler
+from tapeout.runtime.scheduler.request import FinishReason, Request
+from tapeout.runtime.scheduler.running import Running
+
+
+class Leftovers:
+    """Contexts are stored once logits behind them were finite, and seen when somebody looks: before an
+    admission, and after every step when events tell others of them. What was generated follows when its
+    request ends or is paused: nobody asks for it before."""
+
+    def __init__(self, running: Running, kv_cache: KvCache, capacity: CapacityScheduler) -> None:
+        self._running, self._kv_cache, self._capacity = running, kv_cache, capacity
+
+    def store_contexts(self) -> None:
+        """Those that have been read since this was called last."""
+        # Finite logits show that what a request has in the cache is sound; before, nothing does.
+        ready = self._running.alive & self._running.have_sampled
+        for slot in self._kv_cache.slots_to_store(ready):
+            self._store(self._running.request(slot))
+
+    def release(self, request: Request) -> None:
+        """Take back slot and pages of a request that no unread step uses."""
+        has_failed = request.finish is not None and request.finish.reason is FinishReason.ERROR
+        if not has_failed and self._running.has_sampled(request.slot):
+            self._store(request)
+        self._kv_cache.free(request.slot, failed=has_failed)
+        self._capacity.release(request)
+
+    def _store(self, request: Request) -> None:
+        slot, running = request.slot, self._running
+        # The last id has been read, but it has not been, or may not have been, in a step that was.
+        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1
+        self._kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))

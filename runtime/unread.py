@@ -1,0 +1,76 @@
+"""Steps that were submitted and have not been read, and the requests that wait for one of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tapeout.runtime.scheduler.plan import StepPlan
+from tapeout.runtime.scheduler.request import Request
+from tapeout.runtime.scheduler.running import Running
+from tapeout.runtime.step import StepHandle
+
+
+@dataclass(frozen=True)
+class UnreadStep:
+    plan: StepPlan
+    handle: StepHandle
+
+
+class UnreadSteps:
+    """In the order in which they were submitted, which is that of reading.
+
+    A request that ends or is paused while a step that holds a row of it is here keeps slot and pages until
+    that step has been read: it *drains*.
+
+    Attributes:
+        last_read: number of the step that was read last, -1 before.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self.last_read = -1
+        self._running = running
+        self._steps: deque[UnreadStep] = deque()
+        self._draining: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, plan: StepPlan, handle: StepHandle) -> None:
+        self._running.last_step[plan.slots] = plan.step
+        self._steps.append(UnreadStep(plan, handle))
+
+    def first(self) -> UnreadStep:
+        return self._steps[0]
+
+    def was_read(self) -> None:
+        """The first one was read, or failed."""
+        self.last_read = self._steps.popleft().plan.step
+
+    def skip_to(self, step: int) -> None:
+        """The next step has this number; nothing is here."""
+        self.last_read = step - 1
+
+    def hold(self, request: Request) -> bool:
+        """Whether the request has to drain; it is kept until `drained` gives it back."""
+        if request.request_id in self._draining:
+            return True
+        if self._in_unread_step(request):
+            self._draining[request.request_id] = request
+            return True
+        return False
+
+    def draining(self) -> list[Request]:
+        return list(self._draining.values())
+
+    def drained(self) -> list[Request]:
+        """Those that waited for steps which have been read by now."""
+        if not self._draining:
+            return []
+        done = [r for r in self._draining.values() if not self._in_unread_step(r)]
+        for request in done:
+            del self._draining[request.request_id]
+        return done
+
+    def _in_unread_step(self, request: Request) -> bool:
+        return bool(self._running.last_step[request.slot] > self.last_read)
