@@ -249,8 +249,9 @@ class Replay:
         )  # fmt: skip
 
     def _clear_row_ids(self, stream: Stream) -> None:
-        """A segment looks at all rows of a bucket: those of padding ask for row 0, and not for what an earlier,
-        larger step asked for, which is beyond the rows that this one has."""
+        """A segment looks at all rows of a bucket. Those of padding ask for row 0, and not for what an
+        earlier, larger step asked for: that lies beyond the rows of this one.
+        """
         if self._segments is not None:
             size_bytes = 4 * self._table.logit_buckets[-1]
             stream.zero(self._memory.step.address("row_ids"), size_bytes)

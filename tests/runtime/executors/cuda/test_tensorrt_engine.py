@@ -193,6 +193,23 @@ def test_a_bucket_that_was_captured_queues_nothing_again(
     executor.close()
 
 
+def test_padding_asks_for_rows_that_are_there(
+    engine: Engine, cuda: FakeCuda, tensorrt: FakeTensorRt, step: Step
+) -> None:
+    """After a step that asked for row 15, one of three rows in a bucket of four: none reads row 15."""
+    executor = load_executor(engine, num_pages=PAGES)
+    assert isinstance(executor, CudaExecutor)
+    next_token = NextToken(executor, engine)
+    cuda.on_launch = lambda x: tensorrt.run(x) and None if x.symbol == SYMBOL else next_token(x)
+    for slot in range(4):
+        executor.admit(slot, SamplingParams(temperature=0.0, max_tokens=8), np.zeros(0, np.int32))
+    prompts = [(slot, [1, 2, 3, 4], 0, [slot]) for slot in range(4)]
+    assert list(executor.submit(step(*prompts)).result().token_ids) == [5] * 4
+    next_step = [(slot, [5], 4, [slot]) for slot in range(3)]
+    assert list(executor.submit(step(*next_step)).result().token_ids) == [6] * 3
+    executor.close()
+
+
 def test_contexts_and_kernels_share_the_workspace(
     engine: Engine, cuda: FakeCuda, tensorrt: FakeTensorRt
 ) -> None:
