@@ -84,6 +84,7 @@ test-gpu: links
 docs: env
 	$(BIN)/python docs/generate_cli.py
 	$(BIN)/python benchmarks/design_rows.py
+	$(BIN)/python benchmarks/tensorrt_rows.py
 
 bench: $(ENGINE)
 	$(BIN)/python benchmarks/startup_cpu.py --engine $(ENGINE)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tapeout.cli.format import human_bytes, table
+from tapeout.cli.segment_text import segments_text
 from tapeout.compiler.report import StepTiming
 
 #: Columns for values that may be long, right of the names of their section.
@@ -34,6 +35,8 @@ def render(data: dict[str, Any]) -> str:
     ]
     if "listing" in program:
         parts.append(_title("records") + "\n" + "\n".join(program["listing"]))
+    if data["segments"]:
+        parts.append(segments_text(data["segments"]))
     parts.append(_tactics(data))
     if "onnx" in data:
         parts.append(f"wrote {data['onnx']}")
@@ -91,7 +94,8 @@ def _build_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _size_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
-    names = {"kernels": data["kernels"], "text": data["texts"]}
+    segments = [segment["blob"] for segment in data["segments"]]
+    names = {"kernels": data["kernels"], "segments": segments, "text": data["texts"]}
     return [
         (name.replace("_", " "), human_bytes(size), ", ".join(names.get(name, [])))
         for name, size in data["sizes"].items()

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tapeout.compiler.report import StepTiming, report_path
+from tapeout.runtime.engine.codec import encode
 
 if TYPE_CHECKING:
     from tapeout.runtime.engine import Engine, Record, View
@@ -24,7 +25,8 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
     `timings`, the report's figures (empty without a report beside the engine). `steps` are the report's
     whole steps, which decided on tactics where they were timed. `report` is the report's
     file name and its figures of the comparison with HF, None without one. `libraries` are those that it
-    needs beside its kernels, by name, with the versions its tactics were timed with.
+    needs beside its kernels, by name, with the versions its tactics were timed with. `segments` are
+    engines of TensorRT's, each with the regions that it runs, its tensors, profiles and layers.
     """
     program, manifest = engine.program, engine.manifest
     limits, launches = manifest.limits, engine.launches
@@ -60,6 +62,7 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
         ],
         "steps": report["steps"] if report else [],
         "report": report and {"file": report_path(engine.path).name, "parity": report["parity"]},
+        "segments": _segments(engine, launches),
         "kernels": list(engine.kernel_names),
         "libraries": _libraries(launches),
         "texts": list(engine.text_names),
@@ -73,7 +76,33 @@ def describe(engine: Engine, *, verified: bool, with_records: bool = False) -> d
 def _libraries(launches: LaunchTable | None) -> dict[str, list[str]]:
     versions = launches.matmul_versions() if launches else ()
     shown = [f"{v // 10000}.{v // 100 % 100}.{v % 100}" for v in versions]
-    return {"cublasLt": shown} if shown else {}
+    libraries = {"cublasLt": shown} if shown else {}
+    for package, version in sorted({(s.package, s.version) for s in launches.segments} if launches else ()):
+        libraries.setdefault(package, []).append(version)
+    return libraries
+
+
+def _segments(engine: Engine, launches: LaunchTable | None) -> list[dict[str, Any]]:
+    """Every segment, as the launch table has it, with its size and the regions it runs."""
+    if launches is None:
+        return []
+    records = engine.program.records
+    found = []
+    for number, segment in enumerate(launches.segments):
+        regions = [region for region in launches.regions if region.segment == number]
+        first = regions[0]
+        found.append(
+            {
+                **encode(segment),
+                "size_bytes": len(engine.segment(segment.blob)),
+                "ops": [record.op for record in records[first.first : first.last]],
+                "regions": [
+                    {"first": r.first, "last": r.last, "symbol": r.symbol, "ranges": encode(r.ranges)}
+                    for r in regions
+                ],
+            }
+        )
+    return found
 
 
 def _ranges(ranges: Sequence[TacticRange | RangeLaunches]) -> list[dict[str, Any]]:

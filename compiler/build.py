@@ -19,12 +19,13 @@ from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
-from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
+from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, without_execution
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.tensorrt.segments import check_segments
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
 from tapeout.plugins.native import detect_host
@@ -54,6 +55,7 @@ def build(
     """
     stages = Stages(progress or SilentProgress())
     check_outputs(output, options, inputs)
+    check_segments(options)
     host = detect_host()
     cache = TimingCache.load(options.timing_cache)
     front = lower_model(model, options, stages, lambda source: check_apart(output, options, source.files))
@@ -64,11 +66,21 @@ def build(
             chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
         else:
             chosen = choose_for_cpu(module, limits, host, options, cache, stage)
-    program = plan_program(module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple)
+    program = plan_program(
+        module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
+    )
     if chosen.row_multiple > 1:
         check_alignment(program)
     manifest = describe(
-        source, module, options, target, front.dtype, limits, front.matches, chosen.choices.timed
+        source,
+        module,
+        options,
+        target,
+        front.dtype,
+        limits,
+        front.matches,
+        chosen.choices.timed,
+        chosen.packages,
     )
     weights = {name: graph.weights[name] for name in module.weights}
     memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
@@ -92,10 +104,13 @@ def build(
                     source_digest=source.checkpoint.digest(),
                     shared=options.weights == "shared",
                     launches=chosen.launches,
+                    segments=chosen.segments.blobs if chosen.segments else {},
                     progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
                 )
             )
         verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_weight))
+        if chosen.segments:
+            verdict = without_execution(verdict)
         report = _finished(
             stages,
             replace(
@@ -162,6 +177,7 @@ def _report(
         options=options.effective(),
         warnings=chosen.warnings,
         steps=chosen.choices.steps,
+        segments=chosen.segments.reports if chosen.segments else (),
     )
 
 

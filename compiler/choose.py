@@ -11,17 +11,20 @@ import torch
 from tapeout.compiler.cuda_plan import ROW_MULTIPLE, plan_cuda, ranges_of
 from tapeout.compiler.ir import Module
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.plan import order_of, signatures_of
+from tapeout.compiler.plan import max_rows, order_of, signatures_of
 from tapeout.compiler.progress import Stage
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.gpu_decide import decide
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
 from tapeout.compiler.targets import cuda_target
+from tapeout.compiler.tensorrt.segments import SegmentPlan, segments_for, write_region_models
 from tapeout.model_defs import ModelSource
 from tapeout.plugins.cpu import HostCpu, TensorType
+from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.native import NATIVE_KERNELS, compile_native, load_native, source_digest
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.engine.program import TacticRange
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ class Chosen:
     row_multiple: int = 1
     warnings: tuple[str, ...] = ()
     workspace_bytes: int = 0
+    segments: SegmentPlan | None = None
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Runs of records that a segment may run as one."""
+        return self.segments.spans if self.segments else ()
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Versions of what wrote the segments."""
+        return {s.package: s.version for s in self.segments.segments} if self.segments else {}
 
 
 def choose_for_cuda(
@@ -50,21 +64,37 @@ def choose_for_cuda(
     cache: TimingCache,
     stage: Stage,
 ) -> Chosen:
-    """Tactics from the timing cache, timed on a GPU of this machine, or defaults; and their cubins."""
+    """Tactics from the timing cache, timed on a GPU of this machine, or defaults; and their cubins.
+
+    Ops that run within segments alone get no kernels.
+    """
     gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
-    order = order_of(module)
-    decided = decide(signatures_of(module), order, limits, gpu, target, options, cache, stage.update)
+    order, dtype = order_of(module), module.values()[module.logits.value].dtype
+    if options.keep_onnx is not None and not options.dry_run:
+        write_region_models(module, options.keep_onnx)
+    segments = segments_for(module, dtype, limits, gpu.sm, target, options, stage.update)
+    covered = segments.covered if segments else frozenset()
+    signatures = signatures_of(module)
+    own = {key: signature for key, signature in signatures.items() if key not in covered}
+    decided = decide(own, order, limits, gpu, target, options, cache, stage.update)
     timed, chosen = decided.timed, decided.timed.choices
-    choices = Choices(ranges_of(chosen.mixed), timed.timings, timed.timed, timed.steps)
+    ranges = ranges_of(chosen.mixed)
+    for key in covered:
+        ranges[key] = (TacticRange(max_rows(signatures[key].outputs[0].shape, limits), TENSORRT),)
+    ranges = {key: ranges[key] for key in signatures}
+    warnings = (*decided.warnings, *(segments.warnings if segments else ()))
+    choices = Choices(ranges, timed.timings, timed.timed and segments is None, timed.steps)
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
-        return Chosen(choices, {}, None, ROW_MULTIPLE, decided.warnings, workspace)
-    dtype = module.values()[module.logits.value].dtype
+        return Chosen(choices, {}, None, ROW_MULTIPLE, warnings, workspace, segments)
     known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
     plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
     workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
-    stage.update(f"{timed.known} of {timed.candidates} candidates timed, {len(plan.table.kernels)} kernels")
-    return Chosen(choices, plan.cubins, plan.table, ROW_MULTIPLE, decided.warnings, workspace)
+    table = segments.added_to(plan.table) if segments else plan.table
+    built = f", {len(table.segments)} segments" if segments else ""
+    kernels = f"{len(table.kernels)} kernels{built}"
+    stage.update(f"{timed.known} of {timed.candidates} candidates timed, {kernels}")
+    return Chosen(choices, plan.cubins, table, ROW_MULTIPLE, warnings, workspace, segments)
 
 
 def choose_for_cpu(

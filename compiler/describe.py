@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib.metadata import version
+from types import MappingProxyType
 
 from tapeout.compiler.ir import IR_TEXT, IR_VERSION, Module
 from tapeout.compiler.options import BuildOptions
@@ -39,8 +40,12 @@ def describe(
     limits: Limits,
     matches: Mapping[str, int],
     timed: bool,
+    packages: Mapping[str, str] = MappingProxyType({}),
 ) -> Manifest:
-    """The manifest, with the comparison still to come."""
+    """The manifest, with the comparison still to come.
+
+    `packages` are versions of what wrote the segments.
+    """
     config = source.config.get_text_config()
     architectures = getattr(source.config, "architectures", None) or [type(source.config).__name__]
     model = ModelFacts(
@@ -68,7 +73,7 @@ def describe(
         tokenizer=None if source.tokenizer_json is None else tokenizer,
         generation=dict(source.generation),
         options=options.identity(),
-        versions=_versions(target),
+        versions={**_versions(target), **packages},
         passes=dict(matches),
         parity={"verdict": "pending"},
         timed=timed,

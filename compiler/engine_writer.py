@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tapeout.compiler.files import check_output, remove_leftovers, temporary_file, uninterrupted
@@ -82,13 +83,14 @@ def stage_engine(
     source_digest: str,
     shared: bool = False,
     launches: LaunchTable | None = None,
+    segments: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
     weight_facts: Mapping[str, Any] | None = None,
 ) -> StagedEngine:
     """Write an engine under a temporary name; with `shared`, first its sibling weight file.
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
-    digest; `launches` belongs to cuda engines. `manifest.weights` is filled in here, with
+    digest; `launches` and `segments` belong to cuda engines. `manifest.weights` is filled in here, with
     `weight_facts` beside what is known here. What is staged can be opened like any engine; `commit` gives it
     its name. Same arguments, same bytes.
     Peak memory: one recipe's result plus its largest source.
@@ -119,7 +121,8 @@ def stage_engine(
         reused = found is not None
         seal = found or write_weights_file(sibling, {"digest": digest}, weights, read, progress)
         paths, shared_bytes = [path, sibling], _weights_layout({"digest": digest}, weights).file_bytes
-    blobs = {f"kernels/{n}": b for n, b in kernels.items()} | {f"text/{n}": b for n, b in texts.items()}
+    sections = {"kernels": kernels, "segments": segments, "text": texts}
+    blobs = {f"{section}/{n}": b for section, named in sections.items() for n, b in named.items()}
     embedded = {} if shared else weights
 
     def lay_out(manifest: Manifest, header_bytes: int = 0) -> Layout:

@@ -13,7 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tapeout.plugins.cuda import CUBLASLT, NATIVE
+from tapeout.plugins.cuda import CUBLASLT, NATIVE, TENSORRT
 from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.plugins.sample.params import shown
 
@@ -21,7 +21,7 @@ DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: Whose tactics: everybody's that was timed, or those of a provider (plugins/cuda.py), which then wins.
 AUTO = "auto"
-TACTICS = (AUTO, NATIVE, CUBLASLT)
+TACTICS = (AUTO, NATIVE, CUBLASLT, TENSORRT)
 MAX_TOKENS_PER_PAGE = 512
 MAX_REQUESTS = 2**20  # far above any machine, and far below what overflows an int32 in a kernel
 MAX_TOKENS = 2**24
@@ -188,9 +188,18 @@ class BuildOptions:
         "auto",
         str,
         "Whose tactics a cuda target may have: auto: all that were timed; native: our own kernels; "
-        "cublaslt: cuBLASLt for every product it was timed for.",
+        "cublaslt: cuBLASLt for every product it was timed for; tensorrt: TensorRT for all between two "
+        "attention ops.",
         identity=True,
         choices=TACTICS,
+    )
+    keep_onnx: Path | None = _option(
+        None,
+        Path,
+        "Write the dense regions of a cuda target, which TensorRT gets, as ONNX files into DIR.",
+        identity=False,
+        check=_directory,
+        metavar="DIR",
     )
     verify: bool = _option(
         True, bool, "Compare the engine with Hugging Face on short prompts.", identity=True
@@ -232,8 +241,8 @@ class BuildOptions:
 
     @property
     def providers(self) -> frozenset[str]:
-        """Whose tactics compete on a cuda target."""
-        return frozenset({NATIVE, *(TACTICS[1:] if self.tactics == AUTO else (self.tactics,))})
+        """Whose tactics of single ops compete on a cuda target."""
+        return frozenset({NATIVE, *((CUBLASLT,) if self.tactics in {AUTO, CUBLASLT} else ())})
 
     def effective(self) -> dict[str, Any]:
         """All options as plain data (paths as text), for printing and reports."""
@@ -280,15 +289,23 @@ def _check_cuda(options: BuildOptions) -> None:
         )
 
 
+#: Libraries that run a row otherwise in another bucket.
+_BY_BUCKET = {
+    CUBLASLT: "its algorithms differ from bucket to bucket",
+    TENSORRT: "its kernels differ from one range of rows to the next",
+}
+
+
 def _cross_problems(options: BuildOptions) -> list[str]:
     """Combinations that no engine can have."""
     problems = []
-    if options.tactics == CUBLASLT and options.batch_invariant:
-        problems.append(
-            f"tactics: {CUBLASLT!r} goes against batch_invariant: its algorithms differ from bucket to bucket"
-        )
-    if options.tactics == CUBLASLT and not options.target.startswith("cuda:"):
-        problems.append(f"tactics: {CUBLASLT!r} is for cuda targets, got target {options.target!r}")
+    tactics, on_cuda = options.tactics, options.target.startswith("cuda:")
+    if tactics in _BY_BUCKET and options.batch_invariant:
+        problems.append(f"tactics: {tactics!r} goes against batch_invariant: {_BY_BUCKET[tactics]}")
+    if tactics in _BY_BUCKET and not on_cuda:
+        problems.append(f"tactics: {tactics!r} is for cuda targets, got target {options.target!r}")
+    if tactics == TENSORRT and options.pack is not None:
+        problems.append(f"tactics: {tactics!r} has nothing to time in a pack: its segments are not timed yet")
     batch, tokens = options.max_batch_size, options.max_num_tokens
     if batch is not None and tokens is not None and tokens < batch:
         problems.append(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tapeout.compiler.files import check_directory, check_output
+from tapeout.compiler.limits import target_kind
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import report_path
 from tapeout.plugins.errors import UsageError
@@ -22,6 +23,13 @@ def check_outputs(output: Path, options: BuildOptions, inputs: Iterable[Path] = 
     """
     if options.dump is not None:
         check_directory(options.dump, "dump")
+    if options.keep_onnx is not None:
+        if target_kind(options) != "cuda":
+            raise UsageError(
+                f"keep_onnx: regions are those of cuda targets, got target {options.target!r}",
+                hint="tapeout inspect ENGINE --onnx FILE writes the whole graph of any engine",
+            )
+        check_directory(options.keep_onnx, "keep_onnx")
     if not options.dry_run:
         check_output(output)
         check_output(report_path(output), "report")
@@ -40,6 +48,8 @@ def check_apart(output: Path | None, options: BuildOptions, inputs: Iterable[Pat
         written["timing cache"] = options.timing_cache
     if options.dump is not None:
         written["dump"] = options.dump
+    if options.keep_onnx is not None:
+        written["keep_onnx"] = options.keep_onnx
     taken: dict[tuple[object, ...], str] = {}
     for path in inputs:
         taken.setdefault(_identity(path), f"an input of the build ({path})")

@@ -60,6 +60,13 @@ class _Forward(Protocol):
 
 SKIPPED = Parity({"verdict": "skipped", "reason": "--no-verify"}, {})
 NO_GPU = Parity({"verdict": "skipped", "reason": "the build does not run cuda engines yet"}, {})
+#: What an engine says of its TensorRT segments, whatever else was compared.
+NOT_EXECUTED = "built; never executed, neither compared nor timed"
+
+
+def without_execution(verdict: Parity) -> Parity:
+    """The verdict on an engine with TensorRT segments."""
+    return Parity({**verdict.manifest, "segments": NOT_EXECUTED}, verdict.figures)
 
 
 def compare(source: ModelSource, engine_path: Path, weight: FindWeight) -> Parity:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tapeout.compiler.ir import Module, Node, Operand, Value, whole
 from tapeout.compiler.memory_plan import BufferRequest, plan_arena
@@ -13,6 +13,8 @@ from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import Buffer, Program, Record, TacticRange, View
 from tapeout.runtime.engine.program_check import row_limits
 
+#: Bytes that buffers start at multiples of; TensorRT wants more of the addresses it gets.
+ALIGNMENT, SEGMENT_ALIGNMENT = 64, 256
 # Attributes that say which instance an op is, not how it computes: all layers share one choice.
 _INSTANCE_ATTRS = frozenset({"layer"})
 
@@ -57,13 +59,17 @@ def plan_program(
     tactics: Mapping[str, tuple[TacticRange, ...]],
     *,
     row_multiple: int = 1,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """The launch program: every value gets its place in the arena for as long as it is needed.
 
-    Rows of matrices are padded to multiples of `row_multiple` elements.
+    Rows of matrices are padded to multiples of `row_multiple` elements. `spans` are runs of records
+    `[first, last)` that may run as one (a TensorRT segment): what they read and what they write for
+    others lives through all of the run, since nothing is known of the order inside.
     """
     values = module.values()
-    offsets, arena_bytes = plan_arena(_requests(module, limits, row_multiple))
+    alignment = SEGMENT_ALIGNMENT if spans else ALIGNMENT
+    offsets, arena_bytes = plan_arena(_requests(module, limits, row_multiple, spans), alignment)
     buffers = tuple(
         Buffer(v.name, v.dtype, v.shape, offsets[v.name], _bytes(v, limits, row_multiple))
         for n in module.nodes
@@ -73,8 +79,8 @@ def plan_program(
     def view(operand: Operand) -> View:
         value = values[operand.value]
         strides = operand.strides
-        if len(value.shape) > 1 and strides[0] == _row_elements(value, 1):
-            strides = (_row_elements(value, row_multiple), *strides[1:])
+        if len(value.shape) > 1 and strides[0] == row_elements(value, 1):
+            strides = (row_elements(value, row_multiple), *strides[1:])
         return View(operand.value, value.dtype, operand.shape, strides, operand.offset)
 
     records = tuple(
@@ -91,27 +97,38 @@ def plan_program(
     return Program(arena_bytes, buffers, records, view(module.logits), signatures_of(module), dict(tactics))
 
 
-def _requests(module: Module, limits: Limits, row_multiple: int) -> list[BufferRequest]:
+def _requests(
+    module: Module, limits: Limits, row_multiple: int, spans: Sequence[tuple[int, int]]
+) -> list[BufferRequest]:
     """Lifetimes in record indices; the logits live until the step ends."""
+    first: dict[str, int] = {}
     last: dict[str, int] = {}
     for index, node in enumerate(module.nodes):
         for operand in node.inputs:
             last[operand.value] = index
         for value in node.outputs:
-            last.setdefault(value.name, index)
+            first[value.name] = last[value.name] = index
     last[module.logits.value] = len(module.nodes)
+    for begin, end in spans:
+        for name, index in first.items():
+            if begin <= index < end <= last[name]:  # written for others
+                first[name] = begin
+        for node in module.nodes[begin:end]:
+            for operand in node.inputs:
+                if first.get(operand.value, end) < begin:
+                    last[operand.value] = max(last[operand.value], end - 1)
     return [
-        BufferRequest(value.name, _bytes(value, limits, row_multiple), index, last[value.name])
-        for index, node in enumerate(module.nodes)
+        BufferRequest(value.name, _bytes(value, limits, row_multiple), first[value.name], last[value.name])
+        for node in module.nodes
         for value in node.outputs
     ]
 
 
 def _bytes(value: Value, limits: Limits, row_multiple: int) -> int:
-    return tensor_bytes(value.dtype, (max_rows(value.shape, limits), _row_elements(value, row_multiple)))
+    return tensor_bytes(value.dtype, (max_rows(value.shape, limits), row_elements(value, row_multiple)))
 
 
-def _row_elements(value: Value, row_multiple: int) -> int:
+def row_elements(value: Value, row_multiple: int) -> int:
     """Elements from one row to the next; a vector's rows are single elements and stay so."""
     if len(value.shape) == 1:
         return 1

@@ -94,6 +94,23 @@ class StepTiming:
 
 
 @dataclass(frozen=True)
+class SegmentReport:
+    """What a segment took to build, for the report.
+
+    Attributes:
+        blob: its name in the engine. regions: that it serves. ops: of one of them.
+        onnx_bytes, plan_bytes: its two forms. seconds: of its builder.
+    """
+
+    blob: str
+    regions: int
+    ops: tuple[str, ...]
+    onnx_bytes: int
+    plan_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Bytes the engine needs at run time at its limits.
 
@@ -143,6 +160,7 @@ class BuildReport:
         parity: verdict, cases, tolerance and figures of the comparison with HF.
         options: `BuildOptions.effective()`.
         warnings: what the user should know, one line each.
+        segments: of TensorRT's, what each took to build.
     """
 
     engine: Path
@@ -163,6 +181,7 @@ class BuildReport:
     options: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
     steps: tuple[StepTiming, ...] = ()
+    segments: tuple[SegmentReport, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `--json` prints and the report file holds."""

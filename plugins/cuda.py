@@ -21,6 +21,8 @@ MAX_KV_HEADS = 256  # that `arrivals` has room for
 TURNS = 4
 #: Who makes a tactic: our own kernels, or a library that an engine needs only where it chose one.
 NATIVE, CUBLASLT = "native", "cublaslt"
+#: Whole regions of dense ops by TensorRT: no tactic of an op, but the name of what runs the ops of a region.
+TENSORRT = "tensorrt"
 #: Arguments of a MatmulSpec, in this order; rows are elements between rows.
 MATMUL_ARGS = ("x", "x_row", "weight", "out", "out_row", "addend", "addend_row", "bias", "workspace")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDERS = ("cli", "compiler", "model_defs", "plugins", "runtime")
-FRAMEWORKS = ("torch", "transformers", "onnx", "tensorrt", "gguf", "rich", "yaml")
+FRAMEWORKS = ("torch", "transformers", "onnx", "tensorrt", "tensorrt_rtx", "gguf", "rich", "yaml")
 HEAVY = (*FRAMEWORKS, "tapeout.compiler", "tapeout.model_defs")
 
 

@@ -81,3 +81,20 @@ def test_the_readme_shows_its_records(repo: Path) -> None:
             rates = (round(r["hf_tokens_per_s"], 1), round(r["engine_tokens_per_s"], 1))
             measured[kind, r["batch"]] = (*rates, round(r["ratio"], 2))
     assert shown == measured
+
+
+def test_the_segments_table_is_that_of_its_record(repo: Path) -> None:
+    """And the record holds what it has to: every model in both dtypes for every compute capability."""
+    spec = importlib.util.spec_from_file_location("tensorrt_rows", repo / "benchmarks/tensorrt_rows.py")
+    assert spec is not None
+    assert spec.loader is not None
+    rows = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rows)
+    text = (repo / "docs/tensorrt.md").read_text()
+    assert rows.place(text, rows.render()) == text
+    builds = json.loads((repo / "benchmarks/results/tensorrt_rtx_segments.json").read_text())["builds"]
+    found = {(b["model"], b["dtype"], b["sm"]) for b in builds}
+    models = ("SmolLM2-135M", "tiny qwen3", "tiny gemma3_text")
+    dtypes, sms = ("bfloat16", "float16"), (80, 86, 89, 120)
+    assert found == {(model, dtype, sm) for model in models for dtype in dtypes for sm in sms}
+    assert all(len(b["segments"]) == 3 and s["same_layers_twice"] for b in builds for s in b["segments"])

@@ -129,7 +129,7 @@ class _Builder:
         if operand not in self.windows or result:
             name = result or _text(operand)
             try:
-                steps = _steps(operand, value)
+                steps = operand_steps(operand, value)
             except ValueError as error:
                 self.problems.append(f"{reader} reads {_text(operand)}: {error}")
                 steps = ()
@@ -219,7 +219,7 @@ class _Builder:
         return tensor
 
 
-def _steps(operand: Operand, value: Value) -> tuple[Step, ...]:
+def operand_steps(operand: Operand, value: Value) -> tuple[Step, ...]:
     """Steps from the value to the operand; ValueError when its rows are not the value's."""
     row_stride = contiguous_strides(value.shape)[0]
     if operand.shape[:1] != value.shape[:1] or operand.strides[0] != row_stride:

@@ -18,7 +18,7 @@ from tapeout.compiler.tactics.gpu_steps import StepContest, step_contests
 from tapeout.compiler.tactics.gpu_timing import record
 from tapeout.compiler.targets import SKUS
 from tapeout.plugins.cpu import OpSignature
-from tapeout.plugins.cuda import NATIVE, CudaTarget
+from tapeout.plugins.cuda import NATIVE, TENSORRT, CudaTarget
 from tapeout.plugins.errors import EngineIncompatibleError, UsageError
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.target import GpuFacts, is_model
@@ -125,15 +125,16 @@ def _steps(
     limits: Limits,
     options: BuildOptions,
 ) -> tuple[StepContest, ...]:
-    """Whole steps that decide: none where tactics are asked for that need not be the fastest."""
-    if options.batch_invariant or _wanted(options):
+    """Whole steps that decide: none where tactics are asked for that need not be the fastest, or where
+    segments run most of a step, which no step was timed with."""
+    if options.batch_invariant or _wanted(options) or options.tactics == TENSORRT:
         return ()
     return step_contests(signatures, order, decisions, limits)
 
 
 def _wanted(options: BuildOptions) -> str:
-    """The provider that was asked for by name; "" for none but our own kernels."""
-    return "" if options.tactics in {AUTO, NATIVE} else options.tactics
+    """The provider of single ops that was asked for by name; "" for none but our own kernels."""
+    return "" if options.tactics in {AUTO, NATIVE, TENSORRT} else options.tactics
 
 
 def _check_wanted(wanted: str, timed: TimedChoices, target: str, options: BuildOptions) -> None:

@@ -2,13 +2,14 @@
 
     8 bytes   header length N, little endian
     N bytes   JSON header: `__metadata__` (format, version, kind, JSON texts), then the tensors;
-              padded with spaces so that data starts at a multiple of 64
-    weights/<name>     each at a multiple of 64 in the file, `padding/<n>` (u8) where needed
+              padded with spaces so that data starts at a multiple of 256
+    weights/<name>     each at a multiple of 256 in the file, `padding/<n>` (u8) where needed
     kernels/<name>     u8
+    segments/<name>    u8
     text/<name>        u8
     integrity/chunks   u64, xxh3_64 of each 4 MiB of the weight region
     integrity/sha256   u8 [rows, 32]: header with its length, weight region, shared weight file's
-                       seal (zeros when there is none), then each kernel and text in file order
+                       seal (zeros when there is none), then each kernel, segment and text in file order
     integrity/seal     u8 [32]: SHA-256 of the two tensors before it
 
 Checksums stand at the end because weights are streamed after the header is written. The seal
@@ -26,11 +27,13 @@ from typing import Any
 from tapeout.plugins.errors import EngineCorruptError
 from tapeout.runtime.engine.manifest import FORMAT_VERSION
 
-ALIGNMENT = 64
+ALIGNMENT = 256  # of weights in the file and so on a device: what TensorRT wants of addresses
 CHUNK_BYTES = 4 << 20
 SHA_BYTES = 32
 #: Rows of `integrity/sha256` before those of kernels and texts.
 ROW_HEADER, ROW_WEIGHTS, ROW_SHARED, FIXED_ROWS = 0, 1, 2, 3
+#: Sections of bytes with a SHA-256 row of their own, in file order.
+BLOBS = ("kernels", "segments", "text")
 FORMAT = "tapeout"
 KIND_ENGINE, KIND_WEIGHTS = "engine", "weights"
 #: The hint of every error about a damaged file.
@@ -95,13 +98,13 @@ class Layout:
 
     @property
     def hashed(self) -> list[Entry]:
-        """Kernels and texts: the entries with a SHA-256 row of their own, in row order."""
-        return self.section("kernels") + self.section("text")
+        """Kernels, segments, texts: the entries with a SHA-256 row of their own, in row order."""
+        return [entry for name in BLOBS for entry in self.section(name)]
 
     def sizes(self) -> dict[str, int]:
         """Bytes by section; they add up to the file."""
         sizes = {"header": len(self.header)}
-        for key in ("weights", "padding", "kernels", "text", "integrity"):
+        for key in ("weights", "padding", *BLOBS, "integrity"):
             sizes[key] = sum(e.size_bytes for e in self.section(key))
         return sizes
 
@@ -121,7 +124,8 @@ def plan_layout(
     """Lay out a file before any weight exists; the header is padded to `header_bytes` or more.
 
     `weights` maps names to dtype and shape and keeps their order (that of first use, so that
-    loading reads forward); `blobs` maps `kernels/<name>` and `text/<name>` to sizes.
+    loading reads forward); `blobs` maps `kernels/<name>`, `segments/<name>` and `text/<name>` to
+    sizes.
     """
     tensors: list[tuple[str, str, tuple[int, ...], int]] = []
     at = 0
@@ -133,7 +137,7 @@ def plan_layout(
         tensors.append((f"weights/{name}", dtype, shape, at))
         at += tensor_bytes(dtype, shape)
     chunks = -(-at // CHUNK_BYTES)
-    order = {"kernels": 0, "text": 1}
+    order = {name: place for place, name in enumerate(BLOBS)}
     rest: list[tuple[str, str, tuple[int, ...]]] = [
         (name, "uint8", (size,))
         for name, size in sorted(blobs.items(), key=lambda b: (order[b[0].split("/")[0]], b[0]))

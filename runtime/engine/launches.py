@@ -14,7 +14,7 @@ from tapeout.runtime.engine.codec import decode, encode
 
 #: What kernels and the executor agree on beyond this table's form: what argument kinds and step buffers
 #: mean, how sampling parameters lie in memory, what is passed for scratch. Raised when any of it changes.
-KERNEL_ABI = 3
+KERNEL_ABI = 4
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,88 @@ class RangeLaunches:
 
 
 @dataclass(frozen=True)
+class SegmentTensor:
+    """What a segment reads or writes: contiguous, in the arena's own layout.
+
+    `shape` is [rows] or [rows, padded row elements] with a symbol in front, or a weight's.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Row counts that a profile serves, and the one that it is tuned for."""
+
+    least: int
+    typical: int
+    most: int
+
+
+@dataclass(frozen=True)
+class SegmentProfile:
+    """An optimization profile of TensorRT's: rows by symbol."""
+
+    rows: Mapping[str, RowRange]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A serialized TensorRT engine for a run of dense ops, whose weights are among its inputs.
+
+    Attributes:
+        blob: its name in the engine's segments section.
+        package, version: what wrote it, and alone can read it (`tensorrt_rtx`, `1.7.1.116`).
+        inputs, weights, outputs: its tensors, in the order of a region's operands.
+        profiles: by ascending rows.
+        layers: what the builder made of the ops, "type name", of all profiles.
+    """
+
+    blob: str
+    package: str
+    version: str
+    inputs: tuple[SegmentTensor, ...]
+    weights: tuple[SegmentTensor, ...]
+    outputs: tuple[SegmentTensor, ...]
+    profiles: tuple[SegmentProfile, ...]
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RegionRange:
+    """What runs a region up to `max_rows`: a profile of its segment; -1: launches of its records."""
+
+    max_rows: int
+    profile: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """Records `[first, last)` that a segment can stand for.
+
+    Attributes:
+        segment: indexes `LaunchTable.segments`.
+        symbol: whose rows choose the range: T or R.
+        inputs, outputs: buffers or step inputs. weights: the engine's.
+    """
+
+    first: int
+    last: int
+    segment: int
+    symbol: str
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ranges: tuple[RegionRange, ...]
+
+    def profile_at(self, rows: int) -> int:
+        """The profile that serves so many rows; -1 where the records' own launches do."""
+        return next(r.profile for r in self.ranges if rows <= r.max_rows)
+
+
+@dataclass(frozen=True)
 class LaunchTable:
     """All kernels and launches of an engine, and the buckets to capture.
 
@@ -127,6 +209,9 @@ class LaunchTable:
         receive: before the records, over T rows: the step's tensors come from the host's memory.
         sample: after the records, over R rows; input 0 is the logits.
         sample_full: in its place in steps with a row that wants penalties, min_tokens or logprobs.
+        segments: TensorRT engines of dense regions, each for all regions of its shape.
+        regions: where they stand in the program, ascending, apart from each other. A record that every
+            step runs within a segment has no `ranges`.
     """
 
     sm: int
@@ -140,6 +225,8 @@ class LaunchTable:
     receive: tuple[Launch, ...]
     sample: tuple[RangeLaunches, ...]
     sample_full: tuple[RangeLaunches, ...]
+    segments: tuple[Segment, ...] = ()
+    regions: tuple[Region, ...] = ()
 
     def all_ranges(self) -> tuple[RangeLaunches, ...]:
         """Every range: of records, of those in decode-only steps, of sampling."""

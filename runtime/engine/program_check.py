@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tapeout.runtime.engine.container import DTYPES
+from tapeout.runtime.engine.launches import LaunchTable, Region
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import STEP_INPUTS, Buffer, Program, Record, View
 
@@ -150,3 +151,41 @@ def _view_problems(
         return
     if view.offset < 0 or min(view.strides, default=0) < 0 or extent > limit:
         yield f"view of {view.buffer} reaches byte {extent} of {limit}"
+
+
+def region_problems(table: LaunchTable, program: Program) -> list[str]:
+    """What is wrong with a table's regions, one line each; empty when every record has something to run it.
+
+    Only what a segment never stood for and no launch covers would be skipped in silence.
+    """
+    problems, end = [], 0
+    covered: set[int] = set()
+    for region in table.regions:
+        where = f"region {region.first}..{region.last}"
+        if not end <= region.first < region.last <= len(program.records):
+            problems.append(f"{where} overlaps another or lies outside {len(program.records)} records")
+            continue
+        end = region.last
+        problems += [f"{where}: {p}" for p in _region_problems(region, table, program)]
+        if all(r.profile >= 0 for r in region.ranges):
+            covered |= {*range(region.first, region.last)}
+    problems += [
+        f"record {i} ({record.op}) has neither launches nor a segment"
+        for i, record in enumerate(program.records)
+        if i not in covered and record.signature not in table.ranges
+    ]
+    return problems
+
+
+def _region_problems(region: Region, table: LaunchTable, program: Program) -> Iterator[str]:
+    if not 0 <= region.segment < len(table.segments):
+        yield f"segment {region.segment} does not exist"
+        return
+    segment = table.segments[region.segment]
+    for what in ("inputs", "weights", "outputs"):
+        if len(getattr(region, what)) != len(getattr(segment, what)):
+            yield f"has {len(getattr(region, what))} {what}, its segment {len(getattr(segment, what))}"
+    known = {*STEP_INPUTS, *(b.name for b in program.buffers)}
+    yield from (f"{name} does not exist" for name in (*region.inputs, *region.outputs) if name not in known)
+    if bad := [r.profile for r in region.ranges if not -1 <= r.profile < len(segment.profiles)]:
+        yield f"profiles {bad} do not exist"

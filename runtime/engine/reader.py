@@ -182,6 +182,10 @@ class Engine:
     def kernel_names(self) -> tuple[str, ...]:
         return self._names("kernels")
 
+    @property
+    def segment_names(self) -> tuple[str, ...]:
+        return self._names("segments")
+
     def weight(self, name: str) -> WeightData:
         """A weight's bytes, not copied. KeyError when there is none of that name."""
         info = self.weights[name]
@@ -204,6 +208,10 @@ class Engine:
     def kernel(self, name: str) -> bytes:
         """A compiled kernel library. KeyError when there is none of that name."""
         return bytes(self._file.bytes_of(self._file.layout.entries[f"kernels/{name}"]))
+
+    def segment(self, name: str) -> bytes:
+        """A serialized TensorRT engine. KeyError when there is none of that name."""
+        return bytes(self._file.bytes_of(self._file.layout.entries[f"segments/{name}"]))
 
     def sizes(self) -> dict[str, int]:
         """Bytes by section, `shared_weights` (the sibling file, 0 when embedded) and `total`."""

@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "seed": 7,
     "trust_remote_code": True,
     "revision": "main",
+    "keep_onnx": Path("regions"),
     "dump": Path("graphs"),
     "dry_run": True,
 }
@@ -210,7 +211,7 @@ def test_effective_is_plain_data() -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHER))
 def test_identity_follows_exactly_the_options_that_change_the_engine(name: str) -> None:
-    cosmetic = {"timing_cache", "pack", "revision", "dump", "dry_run"}
+    cosmetic = {"timing_cache", "pack", "revision", "keep_onnx", "dump", "dry_run"}
     changed = BuildOptions(**{name: OTHER[name]})
     assert (changed.identity() == BuildOptions().identity()) == (name in cosmetic)
 

@@ -39,6 +39,7 @@ from tapeout.runtime.executors.step_check import NO_TOKEN, StepChecker, forget_i
 from tapeout.runtime.kv_cache.pages import PageCopy
 from tapeout.runtime.laps import Laps
 from tapeout.runtime.step import NO_IDS, StepHandle, StepInputs, StepResult
+from tapeout.runtime.tensorrt.segments import LoadedSegments, check_package, segment_bytes
 
 logger = logging.getLogger("tapeout")
 
@@ -58,7 +59,8 @@ def open_gpu(engine: Engine, ordinal: int = 0) -> tuple[Device, LaunchTable]:
     except EngineIncompatibleError as error:
         raise not_for(engine, f"this machine is cpu:{detect_host().level}: {error}") from error
     check_gpu(engine, device.facts)
-    check_table(engine.launches, engine.kernel_names)
+    check_table(engine.launches, engine.program, engine.kernel_names, engine.segment_names)
+    check_package(engine.launches.segments)
     if versions := engine.launches.matmul_versions():
         library_for(versions)
     return device, engine.launches
@@ -74,17 +76,23 @@ def device_memory_left(engine: Engine, ordinal: int = 0, *, strict_sku: bool = F
     device, table = open_gpu(engine, ordinal)
     check_sku(engine, device.facts, strict=strict_sku)
     device.make_current()
-    lines, free = _fixed_lines(engine, table), device.free_bytes()
+    segments = segment_bytes(table.segments, engine.segment) if table.segments else 0
+    lines, free = _fixed_lines(engine, _workspace_bytes(table, segments)), device.free_bytes()
     check_budget(f"engine {engine.path.name}", [*lines, _pool_line(engine, 1)], free)
     return free - sum(line.size_bytes for line in lines)
 
 
-def _fixed_lines(engine: Engine, table: LaunchTable) -> list[BudgetLine]:
+def _workspace_bytes(table: LaunchTable, segments_bytes: int) -> int:
+    """Kernels and segments work in the same memory: never two of them at once."""
+    return max(table.workspace_bytes + table.scratch_bytes, segments_bytes)
+
+
+def _fixed_lines(engine: Engine, workspace_bytes: int) -> list[BudgetLine]:
     lower = "build with a lower --max-num-tokens or --max-batch-size"
     return [
         BudgetLine("weights", engine.weights_bytes, "build with a smaller --dtype"),
         BudgetLine("arena", engine.program.arena_bytes, lower),
-        BudgetLine("workspace", table.workspace_bytes + table.scratch_bytes, lower),
+        BudgetLine("workspace", workspace_bytes, lower),
         BudgetLine("sampling", SampledIds.size_bytes(*_slots(engine)), "build with a lower --max-batch-size"),
     ]
 
@@ -149,7 +157,11 @@ class CudaExecutor:
     def _allocate(self, engine: Engine, table: LaunchTable, stack: ExitStack, laps: Laps) -> None:
         limits, kv = self.limits, engine.manifest.kv_cache
         pool = _pool_line(engine, self.num_pages)
-        lines = [*_fixed_lines(engine, table), pool]
+        segments = None
+        if table.segments:
+            segments = stack.enter_context(closing(LoadedSegments(table.segments, engine.segment)))
+        workspace_bytes = _workspace_bytes(table, segments.memory_bytes if segments else 0)
+        lines = [*_fixed_lines(engine, workspace_bytes), pool]
         what, free = f"engine {engine.path.name}", self._device.free_bytes()
         check_budget(what, lines, free)
         row_elements = self._logits_view.strides[0]
@@ -160,9 +172,7 @@ class CudaExecutor:
             weights = stack.enter_context(closing(DeviceWeights(engine, self._device)))  # starts copying
             memory = Memory(
                 arena=stack.enter_context(closing(DeviceMemory(engine.program.arena_bytes, "the arena"))),
-                workspace=stack.enter_context(
-                    closing(DeviceMemory(table.workspace_bytes + table.scratch_bytes, "the workspace"))
-                ),
+                workspace=stack.enter_context(closing(DeviceMemory(workspace_bytes, "the workspace"))),
                 weights=weights,
                 step=stack.enter_context(closing(StepBuffers(limits))),
                 kv_pool=stack.enter_context(closing(DeviceMemory(pool.size_bytes, "the KV cache"))),
@@ -180,7 +190,9 @@ class CudaExecutor:
             products = None
             if versions := table.matmul_versions():
                 products = stack.enter_context(closing(CublasLt(library_for(versions))))
-            replay = Replay(engine.program, table, cubins, memory, products)
+            if segments is not None:
+                segments.place(memory.workspace.address, workspace_bytes, int(self._stream.handle))
+            replay = Replay(engine.program, table, cubins, memory, products, segments)
             self._replay = stack.enter_context(closing(replay))
             laps.lap("kernels")
             weights.wait()

@@ -21,13 +21,23 @@ from tapeout.runtime.engine.launches import (
     LaunchTable,
     Matmul,
     RangeLaunches,
+    Region,
 )
 from tapeout.runtime.engine.program import STEP_INPUTS, Program, Record, View
+from tapeout.runtime.engine.program_check import region_problems
 from tapeout.runtime.executors.cuda.cublaslt import Call, CublasLt, check_matmul
-from tapeout.runtime.executors.cuda.driver import DeviceMemory, Function, Stream, check, launch
+from tapeout.runtime.executors.cuda.driver import (
+    DeviceMemory,
+    Function,
+    Stream,
+    check,
+    launch,
+    relaxed_capture,
+)
 from tapeout.runtime.executors.cuda.sampled_ids import SampledIds
 from tapeout.runtime.executors.cuda.step_buffers import StepBuffers
 from tapeout.runtime.executors.cuda.weights import DeviceWeights
+from tapeout.runtime.tensorrt.segments import LoadedSegments
 
 #: Kinds of arguments; see `tapeout.plugins.cuda.Arg`.
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
@@ -65,10 +75,22 @@ class Bucket:
     decode: bool
 
 
+@dataclass(frozen=True)
+class SegmentCall:
+    """A region in one of its segment's profiles, at padded rows by symbol."""
+
+    region: Region
+    profile: int
+    rows: tuple[tuple[str, int], ...]
+
+
+Item = Launch | Matmul | SegmentCall
+
+
 class Replay:
     """Captures one graph for each bucket on first use and keeps it.
 
-    products: the library, where the table has products for it.
+    products: the library, where the table has products for it. segments: the table's, with memory to work in.
 
     Raises EngineIncompatibleError where the library does not run a product of some bucket here.
     """
@@ -80,9 +102,11 @@ class Replay:
         cubins: Mapping[str, bytes],
         memory: Memory,
         products: CublasLt | None = None,
+        segments: LoadedSegments | None = None,
     ) -> None:
         self._program, self._table, self._memory = program, table, memory
-        self._products = products
+        self._products, self._segments = products, segments
+        self._regions = {region.first: region for region in table.regions}
         self._sampling_addresses = memory.sampling.addresses()
         self._buffers = {b.name: b for b in program.buffers}
         self._graphs: dict[tuple[Bucket, Sampling], Any] = {}
@@ -133,14 +157,22 @@ class Replay:
                     asked.add((item, count))
 
     def _warm_up(self, bucket: Bucket, stream: Stream) -> None:
-        """Run each of the bucket's products once, that the library loads its kernels outside a capture.
+        """Run each of the bucket's library calls once: libraries load kernels, which a capture forbids.
 
         They write garbage where the step that follows writes results: between steps nobody reads the arena.
         """
-        for record, count, item in self._launches(bucket) if self._products else ():
+        if self._products is None and self._segments is None:
+            return
+        self._clear_row_ids(stream)
+        fresh: set[tuple[int, int]] = set()  # segments and profiles
+        for record, count, item in self._launches(bucket):
             if isinstance(item, Matmul) and (item, count) not in self._warm:
                 self._launch(item, record, count, stream)
                 self._warm.add((item, count))
+            elif isinstance(item, SegmentCall) and (key := (item.region.segment, item.profile)) not in fresh:
+                # Ahead of every capture: a context whose shapes change does so in the call that follows.
+                self._enqueue(item, stream)
+                fresh.add(key)
 
     def _capture(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> Any:
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -160,6 +192,7 @@ class Replay:
             cu.cuGraphDestroy(graph)
 
     def _launch_all(self, bucket: Bucket, stream: Stream, sampling: Sampling) -> None:
+        self._clear_row_ids(stream)
         for receiving in self._table.receive:
             self._launch(receiving, None, bucket.rows, stream)
         stream.whole_before_next = True  # later launches read the step's counts ahead of their turns
@@ -170,17 +203,31 @@ class Replay:
             for item in _range(ranges, bucket.logit_rows).launches:
                 self._launch(item, self._sampling, bucket.logit_rows, stream)
 
-    def _launches(self, bucket: Bucket) -> Iterator[tuple[Record, int, Launch | Matmul]]:
-        """Launches of the bucket's records in their order, with their padded rows."""
+    def _launches(self, bucket: Bucket) -> Iterator[tuple[Record, int, Item]]:
+        """Launches of the bucket's records in their order, with their padded rows.
+
+        A region that a segment runs is one item, with the region's first record.
+        """
         rows = {"T": bucket.rows, "R": bucket.logit_rows}
         special = self._table.decode_ranges if bucket.decode else {}
-        for record in self._program.records:
+        done = 0  # records that a segment stood for
+        for index, record in enumerate(self._program.records):
+            if index < done:
+                continue
+            region = self._regions.get(index)
+            if region is not None and (profile := region.profile_at(rows[region.symbol])) >= 0:
+                done = region.last
+                yield record, rows[region.symbol], SegmentCall(region, profile, tuple(rows.items()))
+                continue
             count = rows[str(record.outputs[0].shape[0])]
             ranges = special.get(record.signature) or self._table.ranges[record.signature]
             for item in _range(ranges, count).launches:
                 yield record, count, item
 
-    def _launch(self, item: Launch | Matmul, record: Record | None, rows: int, stream: Stream) -> None:
+    def _launch(self, item: Item, record: Record | None, rows: int, stream: Stream) -> None:
+        if isinstance(item, SegmentCall):
+            self._enqueue(item, stream)
+            return
         if isinstance(item, Matmul):
             assert self._products is not None, "the library of the table's products"
             self._products.matmul(self._call(item, record, rows), item.algorithm, stream)
@@ -200,6 +247,30 @@ class Replay:
             function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, types,
             overlap=kernel.overlap, cluster=kernel.cluster,
         )  # fmt: skip
+
+    def _clear_row_ids(self, stream: Stream) -> None:
+        """A segment looks at all rows of a bucket. Those of padding ask for row 0, and not for what an
+        earlier, larger step asked for: that lies beyond the rows of this one.
+        """
+        if self._segments is not None:
+            size_bytes = 4 * self._table.logit_buckets[-1]
+            stream.zero(self._memory.step.address("row_ids"), size_bytes)
+            stream.whole_before_next = True
+
+    def _enqueue(self, call: SegmentCall, stream: Stream) -> None:
+        """Queue a segment; what follows waits for all of it, as after any library."""
+        assert self._segments is not None, "the table's segments"
+        region = call.region
+        addresses = [
+            *(self._base(name) for name in region.inputs),
+            *(self._memory.weights.address(name) for name in region.weights),
+            *(self._base(name) for name in region.outputs),
+        ]
+        with relaxed_capture():
+            stream.whole_before_next = True
+            self._segments.enqueue(
+                region.segment, call.profile, dict(call.rows), addresses, int(stream.handle)
+            )
 
     def _call(self, item: Matmul, record: Record | None, rows: int) -> Call:
         return Call.of(item, rows, lambda argument: self._argument(argument, record)[0])
@@ -235,10 +306,13 @@ class Replay:
         return self._address(views[argument.index]), ctypes.c_void_p
 
     def _address(self, view: View) -> int:
-        if view.buffer in STEP_INPUTS:
-            return self._memory.step.address(view.buffer)
-        base = self._memory.arena.address + self._buffers[view.buffer].offset_bytes
-        return base + view.offset * DTYPES[view.dtype][1]
+        return self._base(view.buffer) + view.offset * DTYPES[view.dtype][1]
+
+    def _base(self, buffer: str) -> int:
+        """Where a buffer or a step input begins."""
+        if buffer in STEP_INPUTS:
+            return self._memory.step.address(buffer)
+        return self._memory.arena.address + self._buffers[buffer].offset_bytes
 
     def _scratch(self) -> int:
         """Triton's global scratch lies at the end of the workspace."""
@@ -251,8 +325,10 @@ class Replay:
         self._resources.close()
 
 
-def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
-    """EngineIncompatibleError with all that this runtime cannot launch; `cubins` are names.
+def check_table(
+    table: LaunchTable, program: Program, cubins: Collection[str], segments: Collection[str]
+) -> None:
+    """EngineIncompatibleError with all that this runtime cannot launch; `cubins` and `segments` are names.
 
     For a device that is not opened yet: nothing has been loaded when this is told.
     """
@@ -262,6 +338,8 @@ def check_table(table: LaunchTable, cubins: Collection[str]) -> None:
     products = {item for item in launches if isinstance(item, Matmul)}
     problems += sorted({p for item in products if (p := check_matmul(item)) is not None})
     problems += [f"no cubin {k.blob}" for k in table.kernels if k.blob not in cubins]
+    problems += [f"no segment {s.blob}" for s in table.segments if s.blob not in segments]
+    problems += region_problems(table, program)
     if problems:
         raise EngineIncompatibleError(
             "the engine's launches cannot be replayed: " + "; ".join(problems),

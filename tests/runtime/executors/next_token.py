@@ -21,6 +21,7 @@ class NextToken:
     def __init__(self, executor: CudaExecutor, engine: Engine) -> None:
         self._address, self._logits = executor._steps.address, executor._replay.logits_address()
         self._view, self._dtype = engine.program.logits, engine.program.logits.dtype
+        self._batch = engine.manifest.limits.max_batch_size
         self._ids: list[int] = []
         self._rows = np.zeros((0, 0), np.float32)
 
@@ -55,9 +56,12 @@ class NextToken:
     def _receive(self, turns: int, inbox: int, counts: int, *others: int) -> None:
         token_ids, last_ids, box_words = others[4], others[8], others[9]
         turn = words(turns, 1)[0]
+        row_ids = self._address("row_ids")
+        asked = words(row_ids, self._batch)
         ctypes.memmove(counts, inbox + 4 * box_words * (turn % TURNS), 4 * box_words)
         ctypes.c_int32.from_address(turns).value = turn + 1
         t, _, _, _, r = words(counts, 5)
+        (ctypes.c_int32 * (self._batch - r)).from_address(row_ids + 4 * r)[:] = asked[r:]  # stay as they were
         ids = [i if i >= 0 else words(last_ids + 4 * (-1 - i), 1)[0] for i in words(token_ids, t)]
         (ctypes.c_int32 * t).from_address(token_ids)[:] = ids
         self._ids = ids

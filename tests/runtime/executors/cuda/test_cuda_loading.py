@@ -220,6 +220,6 @@ def test_kernels_of_another_abi_are_refused_when_the_file_is_opened(
     """Before the launches are decoded, whose form may be another as well."""
     monkeypatch.setattr(reader, "KERNEL_ABI", 7)
     monkeypatch.setattr(reader.LaunchTable, "from_json", lambda data: pytest.fail("launches were decoded"))
-    with pytest.raises(EngineIncompatibleError, match="kernel ABI 3, this tapeout's is 7") as error:
+    with pytest.raises(EngineIncompatibleError, match="kernel ABI 4, this tapeout's is 7") as error:
         open_engine(engine_path)
     assert "tapeout build" in str(error.value.hint)

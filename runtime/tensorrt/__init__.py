@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT-RTX behind one adapter; loaded only for engines that hold segments. See README.md."""
