@@ -15,7 +15,7 @@ def human_bytes(count: int) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def table(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
+def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     """Rows with aligned columns; the last column is not padded."""
     if not rows:
         return ""
