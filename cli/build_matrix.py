@@ -39,12 +39,12 @@ def matrix_options(function: F) -> F:
             "--matrix",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             metavar="FILE.yaml",
-            help="Build all engines a file asks for into the directory --output, those that changed; no MODEL.",
+            help="Build all engines that a file asks for into the directory --output; those that changed.",
         ),
         click.option(
             "--stage",
             type=click.Choice(("compile", "finish")),
-            help="Of a matrix: compile packs for GPUs that lack timings, or finish engines. [default: finish]",
+            help="Of a matrix: compile packs for GPUs without timings, or finish engines. [default: finish]",
         ),
         click.option(
             "--timings",
@@ -68,7 +68,7 @@ def matrix_options(function: F) -> F:
             "--max-memory",
             type=click.FloatRange(min=0, min_open=True),
             metavar="GIB",
-            help="Of a matrix: memory that build processes may be expected to take. [default: 90% of what is free]",
+            help="Of a matrix: memory that build processes may take. [default: 90% of what is free]",
         ),
         click.option(
             "--explain-key",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def human_bytes(count: int) -> str:
     """`1.5 GiB`; bytes below 1 KiB as they are."""

@@ -28,7 +28,7 @@ from tapeout.compiler.matrix.plan import (
     select,
     with_timings,
 )
-from tapeout.compiler.matrix.processes import run_jobs
+from tapeout.compiler.matrix.processes import WORKER, run_jobs
 from tapeout.compiler.matrix.results import (
     BUILT,
     FAILED,
@@ -77,11 +77,16 @@ class MatrixRequest:
     dry_run: bool = False
 
 
-def build_matrix(request: MatrixRequest, progress: Progress | None = None) -> MatrixReport:
+def build_matrix(
+    request: MatrixRequest, progress: Progress | None = None, *, worker: Sequence[str] = WORKER
+) -> MatrixReport:
     """Make what is missing or has changed. An engine that fails does not stop the others.
 
     The summaries `summary.md` and `junit.xml` and each model's `index.json` are written whatever happens,
     also when the run is interrupted.
+
+    Args:
+        worker: the command of a build process (tests).
 
     Raises:
         UsageError: the file, a selection or a directory is wrong; nothing was begun.
@@ -98,7 +103,7 @@ def build_matrix(request: MatrixRequest, progress: Progress | None = None) -> Ma
         digests = FileDigests()
         run = _Run(request, [_with_timings(request, s) for s in specs], digests, progress)
         try:
-            run.work()
+            run.work(worker)
         finally:
             digests.save()
             report = run.report(time.perf_counter() - start)
@@ -155,7 +160,8 @@ class _Run:
             if folder.unreadable
         ]
 
-    def work(self) -> None:
+    def work(self, worker: Sequence[str]) -> None:
+        """Make what is to be made, and list it."""
         todo = [p for p in self._planned.values() if p.why is not None and p.error is None]
         for title, result in self._results.items():
             if result.status != PLANNED:
@@ -169,7 +175,7 @@ class _Run:
             share = max(1, cores // max(1, min(workers, count)))
             memory_bytes = self._request.memory_bytes or int(available_bytes() * _MEMORY_SHARE)
             jobs = jobs_of(todo, lock, share, kind)
-            run_jobs(jobs, workers=workers, memory_bytes=memory_bytes, listen=self._listen)
+            run_jobs(jobs, workers=workers, memory_bytes=memory_bytes, listen=self._listen, command=worker)
         if self._request.stage == FINISH:
             for engines in self._sets.values():
                 engines.remove_old_weights()

@@ -18,7 +18,7 @@ from typing import IO
 from tapeout.compiler.matrix.job import Event, Job, Task, parse_event
 from tapeout.plugins.errors import CapacityError, TapeoutError
 
-_WORKER = (sys.executable, "-m", "tapeout.compiler.matrix.worker")
+WORKER = (sys.executable, "-m", "tapeout.compiler.matrix.worker")
 _GRACE_SECONDS = 20.0  # to clean up in, before a process is killed
 _LOG_LINES = 20
 
@@ -37,7 +37,7 @@ def run_jobs(
     workers: int,
     memory_bytes: int,
     listen: Callable[[Event], None],
-    command: Sequence[str] = _WORKER,
+    command: Sequence[str] = WORKER,
 ) -> None:
     """Run all jobs to their end; every task ends in one event `done` or `failed`.
 
@@ -96,7 +96,7 @@ class _Process:
 
     def __post_init__(self) -> None:
         read, write = os.pipe()
-        self._log: IO[bytes] = tempfile.TemporaryFile(dir=self.folder)
+        self._log: IO[bytes] = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (see `close`)
         try:
             # A session of its own: Ctrl-C reaches this process alone, which then tells the others.
             self.process = subprocess.Popen(

@@ -20,7 +20,7 @@ keys mean for users is told in docs/matrix.md.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class _Reader:
         }
         self._exclude(parts.get("exclude"), models, targets, pairs)
         named = {(model, engine_name(target)): (target, given) for (model, target), given in pairs.items()}
-        self._include(parts.get("include"), models, {t: {**defaults, **o} for t, o in targets.items()}, named)
+        self._include(parts.get("include"), models, lambda t: {**defaults, **targets.get(t, {})}, named)
         self._raise_problems()
         found = []
         for (model, name), (target, given) in named.items():
@@ -150,8 +150,8 @@ class _Reader:
             return {}
         if node.kind != "mapping":
             self._problems.append(
-                f"{self._where(node.line)}: {shown(node.value)} is of type {node.type_name}, expected options "
-                "by the names of `tapeout build`'s flags"
+                f"{self._where(node.line)}: {shown(node.value)} is of type {node.type_name}, expected "
+                "options by the names of `tapeout build`'s flags"
             )
             return {}
         values: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class _Reader:
             return []
         if node.kind != "mapping":
             self._problems.append(
-                f"{self._where(node.line)}: {what} are of type {node.type_name}, expected a mapping from names"
+                f"{self._where(node.line)}: {what} are of type {node.type_name}, expected a mapping"
             )
             return []
         found: dict[str, Entry] = {}
@@ -289,11 +289,14 @@ class _Reader:
         self,
         node: Node | None,
         models: Mapping[str, tuple[str, dict[str, Any]]],
-        targets: Mapping[str, dict[str, Any]],
+        of_target: Callable[[str], dict[str, Any]],
         named: dict[tuple[str, str], tuple[str, dict[str, Any]]],
     ) -> None:
-        """Lay options over engines that are there; add those that are not."""
-        given: dict[tuple[str, str], int] = {}
+        """Lay options over engines that are there; add those that are not.
+
+        `of_target`: the options of a target, those for every engine included.
+        """
+        given: dict[tuple[str, str], Node] = {}
         for item in self._entries(node, "include"):
             own = self._options(item, ("model", "target", "name"))
             model = self._pick(item, "model", models, "models")
@@ -311,14 +314,15 @@ class _Reader:
             line, name = names[0] if names else (item.line, engine_name(target))
             if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
                 self._problems.append(
-                    f"{self._where(line, 'name')}: {shown(name)} is no name of a file, expected letters, digits "
-                    "and . _ + -, none of . + - in front"
+                    f"{self._where(line, 'name')}: {shown(name)} is no name of a file, expected letters, "
+                    "digits and . _ + -, none of . + - in front"
                 )
                 continue
             place = (model, name)
-            if (before := given.setdefault(place, item.line)) != item.line:
+            before = given.setdefault(place, item)
+            if before is not item:
                 self._problems.append(
-                    f"{self._where(item.line)}: {model}/{name} is given in line {before} already"
+                    f"{self._where(item.line)}: {model}/{name} is given in line {before.line} already"
                 )
             elif place in named and (names or named[place][0] != target):
                 self._problems.append(
@@ -327,7 +331,7 @@ class _Reader:
             elif place in named:
                 named[place] = (target, {**named[place][1], **own})
             else:
-                named[place] = (target, {**targets.get(target, {}), **models[model][1], **own})
+                named[place] = (target, {**of_target(target), **models[model][1], **own})
 
     def _spec(self, model: str, name: str, source: str, given: Mapping[str, Any]) -> EngineSpec | None:
         """The engine, or None and what is wrong with its options."""

@@ -1,7 +1,7 @@
 """A build process of a matrix: takes a job from stdin, tells what becomes of it, ends with its parent.
 
-Started as `python -m tapeout.compiler.matrix.worker FD`; events go to the file descriptor FD. Nothing heavy is
-imported at the top: processes that compile kernels import this module too.
+Started as `python -m tapeout.compiler.matrix.worker FD`; events go to the file descriptor FD. Nothing heavy
+is imported at the top: processes that compile kernels import this module too.
 """
 
 from __future__ import annotations
