@@ -38,7 +38,7 @@ $(VENV)/.installed: pyproject.toml setup.py
 	  echo "hint: name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e ".[build,cpu,cuda,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[build,cpu,cuda,store,dev]"
 	@touch $@
 
 model: $(VENV)/.model

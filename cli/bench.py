@@ -17,7 +17,6 @@ from tapeout.cli.bench_options import (
     SEED,
     WORKLOAD,
     counts,
-    engine_argument,
     excludes,
     given,
     names,
@@ -25,6 +24,7 @@ from tapeout.cli.bench_options import (
     publish,
     tell,
 )
+from tapeout.cli.engine_argument import chooses_engine, engine_argument
 
 
 @click.group("bench", short_help="Measure an engine.")
@@ -64,6 +64,7 @@ def command() -> None:
 @NO_ROOFLINE
 @run_options.apply(run_options.RUNTIME)
 @run_options.apply(OUTPUT)
+@chooses_engine
 def latency(
     engine: Path,
     batch_size: tuple[int, ...],
@@ -151,6 +152,7 @@ def latency(
 @SEED
 @run_options.apply(run_options.RUNTIME)
 @run_options.apply(OUTPUT)
+@chooses_engine
 def throughput(
     engine: Path,
     dataset: str,
@@ -220,6 +222,7 @@ def throughput(
 @SEED
 @run_options.apply(run_options.RUNTIME)
 @run_options.apply(OUTPUT)
+@chooses_engine
 def startup(
     engine: Path,
     num_iters: int,
@@ -280,6 +283,7 @@ def startup(
 @SEED
 @run_options.apply(tuple(o for o in run_options.RUNTIME if o not in run_options.LIMITS))
 @run_options.apply(OUTPUT)
+@chooses_engine
 def sweep(
     engine: Path,
     batch_sizes: tuple[int, ...] | None,

@@ -49,8 +49,6 @@ WORKLOAD = click.option(
 SEED = click.option("--seed", type=NUMBER, default=0, show_default=True, help="Of the random prompts.")
 NO_ROOFLINE = click.option("--no-roofline", is_flag=True, help="Do not measure the memory's bandwidth.")
 
-engine_argument = click.argument("engine", type=FILE)
-
 
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of LLM among the flags that the user gave."""

@@ -59,6 +59,7 @@ def _model_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:
         ("architecture", f"{model['architecture']}, {model['dtype']}, quantize {model['quantize']}"),
         ("checkpoint", origin),
         *(("", digest) for digest in digests),
+        *_refit_rows(manifest["weights"].get("refit")),
         ("vocabulary", f"{model['vocab_size']} logits"),
         ("positions", f"{model['max_position_embeddings']} at most"),
     ]
@@ -73,6 +74,14 @@ def _model_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:
     if defaults:
         rows += _wrapped("generation", ", ".join(defaults))
     return [*rows]
+
+
+def _refit_rows(refit: dict[str, Any] | None) -> list[tuple[str, ...]]:
+    """What an engine with other weights was built from: its plan and tactics are of that."""
+    if refit is None:
+        return []
+    origin, *digests = refit["built_from"].split()
+    return [("built from", origin), *(("", digest) for digest in digests), ("", f"engine:{refit['engine']}")]
 
 
 def _build_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -19,7 +19,10 @@ COMMANDS = {
     "explain": "tapeout.cli.explain",
     "inspect": "tapeout.cli.inspect",
     "weights": "tapeout.cli.weights",
+    "refit": "tapeout.cli.refit",
     "time": "tapeout.cli.time",
+    "push": "tapeout.cli.push",
+    "pull": "tapeout.cli.pull",
     "models": "tapeout.cli.models",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -64,7 +67,10 @@ def cli(log_level: str) -> None:
     tapeout explain TRACE         what was scheduled in a run, and why
     tapeout inspect FILE          what an engine holds
     tapeout weights FILE          the weight file of an engine that shares it
+    tapeout refit FILE            the weights of a fine-tune in an engine
     tapeout time FILE -o CACHE    time the tactics of a pack on a GPU
+    tapeout push DIR URL          an engine set into a store
+    tapeout pull URL              engines of a set out of a store
     tapeout models                which model families work
 
     Exit codes: 0 success, 1 unexpected failure, 2 usage, 3 unusable engine, 4 out of memory,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tapeout.cli import run_options
+from tapeout.cli.engine_argument import chooses_engine, engine_argument
 from tapeout.cli.paths import check_output
 from tapeout.cli.streams import is_terminal, read_standard_input, standard_output, writing
 from tapeout.plugins.errors import TapeoutError
@@ -25,7 +26,7 @@ STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
 
 
 @click.command("run", short_help="Generate text with an engine.")
-@click.argument("engine", type=FILE)
+@engine_argument
 @click.option(
     "-p",
     "--prompt",
@@ -46,6 +47,7 @@ STDIN, STDIN_FILE = Path("-"), Path("/dev/stdin")
     help="System message before each prompt; needs --chat.",
 )
 @run_options.apply(run_options.SAMPLING)
+@chooses_engine
 @run_options.apply(run_options.RUNTIME)
 @run_options.apply(run_options.PREFIX_CACHE)
 @click.option(
@@ -64,7 +66,8 @@ def command(
     stats: bool,
     **flags: Any,
 ) -> None:
-    """Generate text with ENGINE. One prompt streams; several run in flight together, printed in order.
+    """Generate text with ENGINE, a file or an engine set. One prompt streams; several run in flight
+    together, printed in order.
 
     A line of --input is an object with `prompt`, `messages` or `prompt_token_ids`, and optionally `id`,
     `priority` and sampling fields. Without --prompt and --input, standard input is the prompt.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from tapeout.cli.engine_argument import PRECISION, TARGET
+
 #: Packages that only this command takes beyond the runtime's, and the extra that brings each.
 _EXTRAS = {"ml_dtypes": "weights", "gguf": "weights,gguf"}
 
@@ -20,8 +22,18 @@ _EXTRAS = {"ml_dtypes": "weights", "gguf": "weights,gguf"}
     help="Random weights of the real shapes, for measuring: the engine's output means nothing.",
 )
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
-def command(engine: Path, model: str | None, dummy: int | None, revision: str | None) -> None:
-    """Write the weights that ENGINE, built with --weights shared, expects beside it.
+@TARGET
+@PRECISION
+def command(
+    engine: Path,
+    model: str | None,
+    dummy: int | None,
+    revision: str | None,
+    target: str | None,
+    precision: str | None,
+) -> None:
+    """Write the weights that ENGINE, built with --weights shared, expects beside it. Of an engine set, a
+    directory, all weight files that its engines share and --target and --precision leave.
 
     MODEL is the checkpoint that ENGINE was built from: a Hugging Face directory, a hub id or a .gguf
     file. Another one is refused, with all tensors that do not fit. The file is the one the build wrote,
@@ -30,6 +42,7 @@ def command(engine: Path, model: str | None, dummy: int | None, revision: str | 
 
     \b
     tapeout weights model.engine ./checkpoint
+    tapeout weights sets/smollm2 ./checkpoint --precision bfloat16
     tapeout weights model.engine --dummy 1
     """
     if (model is None) == (dummy is None):
@@ -37,11 +50,14 @@ def command(engine: Path, model: str | None, dummy: int | None, revision: str | 
     if dummy is not None and revision is not None:
         raise click.UsageError("--revision belongs to MODEL: random weights have none.")
     try:
-        if model is None:
-            assert dummy is not None
-            _write_dummy(engine, dummy)
-        else:
-            _write(engine, model, revision)
+        from tapeout.runtime.resolve_engine import weight_owners
+
+        for owner in weight_owners(engine, target=target, precision=precision):
+            if model is None:
+                assert dummy is not None
+                _write_dummy(owner, dummy)
+            else:
+                _write(owner, model, revision)
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise

@@ -22,7 +22,7 @@ from tapeout.compiler.outputs import check_apart, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress
-from tapeout.compiler.recipe_book import RECIPES_TEXT, recipes_text
+from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.model_defs import ModelSource
@@ -83,8 +83,7 @@ def build(
         return _finished(stages, replace(report, file_bytes=_planned_files(report, options, chosen)))
 
     texts, read = texts_of(source, module), _reader(source, graph)
-    if options.weights == "shared":
-        texts[RECIPES_TEXT] = recipes_text(source, weights, read)
+    texts |= {RECIPES_TEXT: recipes_text(source, weights, read), FACTS_TEXT: facts_text(source)}
     with ExitStack() as stack:  # whatever fails in here leaves no engine and no temporary file
         with stages("write", str(output)) as stage:
             staged = stack.enter_context(

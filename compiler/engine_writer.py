@@ -83,12 +83,14 @@ def stage_engine(
     shared: bool = False,
     launches: LaunchTable | None = None,
     progress: Progress | None = None,
+    weight_facts: Mapping[str, Any] | None = None,
 ) -> StagedEngine:
     """Write an engine under a temporary name; with `shared`, first its sibling weight file.
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
-    digest; `launches` belongs to cuda engines. `manifest.weights` is filled in here. What is
-    staged can be opened like any engine; `commit` gives it its name. Same arguments, same bytes.
+    digest; `launches` belongs to cuda engines. `manifest.weights` is filled in here, with
+    `weight_facts` beside what is known here. What is staged can be opened like any engine; `commit` gives it
+    its name. Same arguments, same bytes.
     Peak memory: one recipe's result plus its largest source.
 
     The sibling gets its name as soon as it is complete, and keeps it whatever becomes of the engine:
@@ -121,7 +123,7 @@ def stage_engine(
     embedded = {} if shared else weights
 
     def lay_out(manifest: Manifest, header_bytes: int = 0) -> Layout:
-        manifest = replace(manifest, weights=facts)
+        manifest = replace(manifest, weights={**facts, **(weight_facts or {})})
         metadata = {"manifest": _dump(manifest.to_json()), "program": _dump(program.to_json())}
         if launches is not None:
             metadata |= {"kernel_abi": str(KERNEL_ABI), "launches": _dump(launches.to_json())}

@@ -1,7 +1,7 @@
-"""The weight recipes of an engine with shared weights, as a text section of the engine.
+"""The weight recipes of an engine, and facts of the checkpoint it came from, as texts of the engine.
 
-With it the weight file can be made from the checkpoint where the engine is used (`tapeout weights`),
-without torch and without the model's code.
+With the recipes a weight file can be made from the checkpoint where the engine is used (`tapeout weights`),
+and other weights put into the engine (`tapeout refit`), without torch and without the model's code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import numpy as np
 from tapeout.model_defs.checkpoint_form import GgufForm, HfForm, form_of
 from tapeout.model_defs.recipe_steps import Step, np_dtype
 from tapeout.model_defs.source import Checkpoint, ModelSource, TensorInfo
+from tapeout.model_defs.source_facts import SourceFacts, facts_of
 from tapeout.model_defs.weights import CONST_PREFIX, Read, WeightRef
 from tapeout.plugins.errors import EngineCorruptError, EngineError
 from tapeout.runtime.engine.codec import decode, encode
 from tapeout.runtime.engine.reader import Engine
 
-RECIPES_TEXT = "recipes.json"  # name among an engine's texts
+RECIPES_TEXT, FACTS_TEXT = "recipes.json", "source.json"  # names among an engine's texts
 
 
 @dataclass(frozen=True)
@@ -115,26 +116,42 @@ def recipes_text(source: ModelSource, weights: Mapping[str, WeightRef], read: Re
         constants={name: _constant(read(name)) for name in constants},
         weights={name: _as_recipe(ref) for name, ref in weights.items()},
     )
+    return book_text(book)
+
+
+def book_text(book: RecipeBook) -> bytes:
+    """Recipes as they stand in an engine."""
     return json.dumps(encode(book), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def facts_text(source: ModelSource) -> bytes:
+    """The text section that tells what else the checkpoint says."""
+    return json.dumps(encode(facts_of(source)), separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def source_facts(engine: Engine) -> SourceFacts:
+    """The facts an engine holds of its checkpoint; EngineError when it has none, from an older build."""
+    return decode(SourceFacts, _text(engine, FACTS_TEXT), FACTS_TEXT)
+
+
+def _text(engine: Engine, name: str) -> Any:
+    if name not in engine.text_names:
+        raise EngineError(
+            f"{engine.path} holds no {name}", hint="build the engine again; builds of this version write it"
+        )
+    try:
+        return json.loads(engine.text(name))
+    except (ValueError, RecursionError) as error:
+        raise EngineCorruptError(f"{engine.path}: {name} is not valid JSON: {error}") from None
 
 
 def recipe_book(engine: Engine) -> RecipeBook:
     """The recipes an engine holds.
 
     Raises:
-        EngineError: it holds none (it embeds its weights, or comes from an older build), or what it
-            holds cannot be read.
+        EngineError: it holds none, from an older build, or what it holds cannot be read.
     """
-    if RECIPES_TEXT not in engine.text_names:
-        raise EngineError(
-            f"{engine.path} holds no weight recipes",
-            hint="build the engine again with --weights shared; builds of this version write them",
-        )
-    try:
-        data = json.loads(engine.text(RECIPES_TEXT))
-    except (ValueError, RecursionError) as error:
-        raise EngineCorruptError(f"{engine.path}: {RECIPES_TEXT} is not valid JSON: {error}") from None
-    book = decode(RecipeBook, data, RECIPES_TEXT)
+    book = decode(RecipeBook, _text(engine, RECIPES_TEXT), RECIPES_TEXT)
     if (book.hf is None) == (book.gguf is None):
         raise EngineCorruptError(f"{engine.path}: {RECIPES_TEXT} names no form of checkpoint, or two")
     return book

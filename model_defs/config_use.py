@@ -43,6 +43,15 @@ IRRELEVANT: Mapping[str, str] = {
     r"rope_(theta|scaling|parameters)|partial_rotary_factor|rotary_(pct|emb_base)": "read as rope_parameters",
 }
 _IRRELEVANT = re.compile("|".join(f"(?:{p})" for p in IRRELEVANT))
+#: Reasons that hold for a key whether anything reads it or not.
+_NEVER_MATTERS = {
+    _TRAINING, _OUTPUTS, _LABELS, "how training split the sums over machines", "token ids", "notes of tools",
+    "the build's --dtype decides; `auto` reads it", "tapeout brings its own", "not the model's",
+}  # fmt: skip
+_COSMETIC = re.compile(
+    "|".join(f"(?:{p})" for p, reason in IRRELEVANT.items() if reason in _NEVER_MATTERS)
+    + r"|_name_or_path|name_or_path|transformers_version"
+)
 
 #: Keys of rope_parameters and rope_scaling that transformers' frequencies are made from.
 ROPE_KEYS = frozenset({
@@ -101,7 +110,7 @@ def check_config_use(raw: Mapping[str, Any], config: Any, read: Collection[str],
     """
     aliases = getattr(config, "attribute_map", {})
     used = {aliases.get(name, name) for name in read} | set(read) | _handled_by_class(_class(config))
-    defaults = _defaults(_class(config))
+    defaults = class_defaults(_class(config))
     unused = [
         f"  {key} = {shown(value)}"
         for key, value in raw.items()
@@ -157,6 +166,11 @@ def _unknown_rope_keys(raw: Mapping[str, Any]) -> list[str]:
     return unknown
 
 
+def is_cosmetic(key: str) -> bool:
+    """Whether a key of config.json can differ without making another graph."""
+    return _COSMETIC.fullmatch(key) is not None
+
+
 _NOTHING = object()
 
 
@@ -165,7 +179,7 @@ def _class(config: Any) -> type:
 
 
 @cache
-def _defaults(kind: type) -> Mapping[str, Any]:
+def class_defaults(kind: type) -> Mapping[str, Any]:
     """Values that the config class has anyway: to state one of them changes nothing."""
     try:
         values: Mapping[str, Any] = kind().to_dict()

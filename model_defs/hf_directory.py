@@ -14,14 +14,10 @@ from tapeout.model_defs.hf_checkpoint import INDEX, SINGLE, SafetensorsCheckpoin
 from tapeout.model_defs.hub import FILES
 from tapeout.model_defs.source import ModelSource
 from tapeout.model_defs.tokenizer import NO_TOKENIZER, TokenizerParts, tokenizer_parts
+from tapeout.model_defs.tokenizer_files import TOKENIZER_FILES
 from tapeout.model_defs.tying import resolve_tying
 from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.plugins.sample.params import shown
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json",
-    "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt",
-)  # fmt: skip
 
 
 def open_hf_directory(folder: Path, *, trust_remote_code: bool) -> ModelSource:

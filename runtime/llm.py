@@ -27,6 +27,7 @@ from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
 from tapeout.runtime.observe import LoopStats
 from tapeout.runtime.output import RequestOutput
+from tapeout.runtime.resolve_engine import resolved_engine
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.scheduler.request import Request, RequestTimes
@@ -46,7 +47,9 @@ class LLM:
     Close it, or use it as a context manager, to free memory and threads.
 
     Args:
-        engine: path of an engine file.
+        engine: path of an engine file; or an engine set, a directory or the URL of one in a store, of which
+            the engine for this machine is taken (docs/engine_sets.md).
+        target, precision: which engine of a set instead, such as "cuda:h200", "cpu" or "bfloat16".
         kv_cache_bytes, max_tokens_in_kv_cache, free_memory_fraction: bounds of the KV pool; the
             smallest wins and the log says which. The fraction is of the memory left beside the
             weights and activations.
@@ -79,6 +82,8 @@ class LLM:
         self,
         engine: str | os.PathLike[str],
         *,
+        target: str | None = None,
+        precision: str | None = None,
         kv_cache_bytes: int | None = None,
         max_tokens_in_kv_cache: int | None = None,
         free_memory_fraction: float = 0.9,
@@ -111,7 +116,8 @@ class LLM:
             host_cache_bytes=host_cache_bytes,
             event_buffer_max_size=event_buffer_max_size,
         )
-        self.engine: Engine = open_engine(path, verify=False)
+        with resolved_engine(path, target=target, precision=precision) as file:
+            self.engine: Engine = open_engine(file, verify=False)
         laps.lap("open_engine")
         try:
             limits = self.engine.manifest.limits

@@ -31,7 +31,15 @@ def test_nothing_imports_the_folders_by_their_bare_names(repo: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["tapeout.runtime", "tapeout.runtime.engine", "tapeout.runtime.bench.records", "tapeout.plugins.cpu"],
+    [
+        "tapeout.runtime",
+        "tapeout.runtime.engine",
+        "tapeout.runtime.bench.records",
+        "tapeout.runtime.engine_set",
+        "tapeout.runtime.resolve_engine",
+        "tapeout.runtime.store.pull",
+        "tapeout.plugins.cpu",
+    ],
 )
 def test_the_runtime_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(set({HEAVY!r}) & sys.modules.keys()))"

@@ -24,6 +24,7 @@ from tapeout.runtime.engine.container import (
     Layout,
     parse_entries,
 )
+from tapeout.runtime.engine.in_use import mark_in_use
 from tapeout.runtime.engine.integrity import Verifier
 from tapeout.runtime.engine.launches import KERNEL_ABI, LaunchTable
 from tapeout.runtime.engine.manifest import FORMAT_VERSION, Manifest
@@ -62,6 +63,7 @@ class MappedFile:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
+            mark_in_use(self._fd)
             self.file_bytes = os.fstat(self._fd).st_size
             self.metadata, self.layout = _parse(self._fd, self.file_bytes, kind, str(path))
             self.verifier = Verifier(self.layout, self._read_at, str(path))

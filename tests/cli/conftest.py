@@ -89,7 +89,7 @@ def alphabet_program(limits: Limits) -> Program:
     )
 
 
-def write_alphabet_engine(path: Path, max_seq_len: int = 256, **changes: Any) -> Path:
+def write_alphabet_engine(path: Path, max_seq_len: int = 256, shared: bool = False, **changes: Any) -> Path:
     limits = Limits(max_batch_size=4, max_num_tokens=64, max_seq_len=max_seq_len, tokens_per_page=16)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -115,6 +115,7 @@ def write_alphabet_engine(path: Path, max_seq_len: int = 256, **changes: Any) ->
         {},
         {"tokenizer.json": alphabet_tokenizer().encode(), "chat_template.jinja": CHAT_TEMPLATE.encode()},
         source_digest="0" * 64,
+        shared=shared,
     )
     return path
 

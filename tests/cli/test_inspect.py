@@ -150,6 +150,7 @@ def test_a_report_that_cannot_be_read_is_no_report(engine: Path, text: str) -> N
 def test_what_is_no_engine_is_refused(engine: Path, tmp_path: Path) -> None:
     data = engine.read_bytes()
     engine.write_bytes(data[: len(data) // 2])
+    (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").write_bytes(b"PK\3\4" * 99)
     (tmp_path / "other.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for name, code, words in (
@@ -157,7 +158,8 @@ def test_what_is_no_engine_is_refused(engine: Path, tmp_path: Path) -> None:
         ("foreign", 3, "not a tapeout engine"),
         ("other.safetensors", 3, "not a tapeout engine"),
         ("missing", 2, "does not exist"),
-        (".", 2, "is a directory"),
+        ("empty", 2, "is a directory"),
+        (".", 3, "not all of its engines can be read"),
     ):
         for option in ("--json", "--verify", "--program"):
             result = inspect(tmp_path / name, option)
