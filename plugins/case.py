@@ -44,7 +44,6 @@ class Tolerance:
             f"(tolerance {self.absolute:g} + {self.relative:g} * |expected|)"
         )
 
-
     def _surely_holds(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether all is finite and so well within that float32 can tell: most results are, and this is fast.
 

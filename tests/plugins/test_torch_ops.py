@@ -162,7 +162,9 @@ def test_a_fast_look_never_finds_what_is_not(dtype: torch.dtype) -> None:
     wanted = torch.randn(20_000, generator=generator).to(dtype)
     factor = 1 + (torch.rand(20_000, generator=generator, dtype=torch.float64) - 0.5) * 1e-6
     got = (wanted.double() + (1e-4 + 1e-4 * wanted.double().abs()) * factor).to(dtype)
-    exact = (got.double() - wanted.double()).abs() - allowed.absolute - allowed.relative * wanted.double().abs()
+    exact = (
+        (got.double() - wanted.double()).abs() - allowed.absolute - allowed.relative * wanted.double().abs()
+    )
     held = [allowed.violation(got[i : i + 1], wanted[i : i + 1]) is None for i in range(2000)]
     assert held == (exact[:2000] <= 0).tolist()
     one_inf = torch.full((3,), 1.0, dtype=dtype)
