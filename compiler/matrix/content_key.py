@@ -22,9 +22,9 @@ from tapeout.compiler.tactics.cache import TimingCache, cpu_conditions
 from tapeout.compiler.tactics.gpu_cache import timings_for
 from tapeout.compiler.tactics.gpu_cases import conditions
 from tapeout.compiler.targets import cuda_target
-from tapeout.model_defs.hf_directory import TOKENIZER_FILES
 from tapeout.model_defs.hub import FILES
 from tapeout.model_defs.resolve import locate_model
+from tapeout.model_defs.tokenizer_files import TOKENIZER_FILES
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.native import detect_host, source_digest
 from tapeout.plugins.triton_aot.digest import ptxas_version, triton_version
