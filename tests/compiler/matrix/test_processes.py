@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tapeout.compiler.matrix.job import ENGINE, Event, Job, Task, parse_job
+from tapeout.compiler.matrix.processes import WORKER as WORKER_COMMAND
 from tapeout.compiler.matrix.processes import Estimated, run_jobs
 from tapeout.compiler.options import BuildOptions
 
@@ -138,3 +140,18 @@ def test_an_interrupt_ends_all_processes_after_they_cleaned_up(run: Run) -> None
     thread.join()
     assert all(path.with_suffix(".cleaned").exists() for path in waiting)
     assert not any(e.kind == "done" for e in run.events)
+
+
+def test_a_real_process_ends_when_its_parent_is_gone(run: Run) -> None:
+    """Nobody is left to interrupt it, so the end of its input does."""
+    read, write = os.pipe()
+    process = subprocess.Popen(
+        [*WORKER_COMMAND, str(write)], stdin=subprocess.PIPE, pass_fds=(write,), start_new_session=True
+    )
+    os.close(write)
+    assert process.stdin is not None
+    process.stdin.write(run.job("ok-1").job.text().encode())
+    process.stdin.close()
+    assert process.wait(60) == 130
+    assert os.read(read, 1) == b""
+    os.close(read)
