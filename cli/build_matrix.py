@@ -23,6 +23,7 @@ _OF_ONE = {
     "target": "name the targets in the file",
     "pack": "--stage compile writes packs",
     "dump": "build the engine by itself",
+    "keep_onnx": "build the engine by itself",
     "timing_cache": "give --timings DIR, or timing-cache in the file",
     "revision": "give it in the file, below the model",
 }

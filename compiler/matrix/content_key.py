@@ -39,8 +39,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 #: Folders whose files decide what an engine holds, and what in them does not.
 _SOURCES = {"compiler": "compiler/matrix", "model_defs": "", "plugins": "", "runtime/engine": ""}
 _SUFFIXES = frozenset({".py", ".toml", ".json", ".jinja"})
-_PACKAGES = ("tapeout", "torch", "transformers", "tokenizers", "safetensors", "numpy", "ml_dtypes")
+_PACKAGES = ("tapeout", "torch", "transformers", "tokenizers", "safetensors", "numpy", "ml_dtypes", "gguf")
 _INDEX = "model.safetensors.index.json"
+#: Packages that make parts of an engine where `--tactics` names their provider; any of them may be there.
+_PROVIDERS = {
+    "tensorrt": ("tensorrt", "tensorrt_rtx", "tensorrt-rtx", "onnx", "onnx-graphsurgeon", "polygraphy"),
+}
 #: Environment variables that change what Triton compiles; those with paths do it through a version.
 _COMPILER_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "TRITON_")
 _PATHS = ("_DIR", "_PATH", "_HOME", "_CACHE")
@@ -67,6 +71,7 @@ def factors_of(spec: EngineSpec, digests: FileDigests) -> dict[str, str]:
         **{f"option.{name}": value for name, value in identity.items()},
         **_model_factors(spec, digests),
         **_compiler_factors(target),
+        **_versions(_PROVIDERS.get(options.tactics, ())),
     }
 
 
@@ -147,9 +152,7 @@ def _shards(index: Path) -> set[str]:
 def _compiler_factors(target: str) -> dict[str, str]:
     """Who builds: our own sources, libraries, the kernels' compiler."""
     factors = {f"source.{folder}": _sources_digest(folder) for folder in _SOURCES}
-    factors |= {f"version.{name}": found for name in _PACKAGES if (found := _version(name))}
-    if gguf := _version("gguf"):
-        factors["version.gguf"] = gguf
+    factors |= _versions(_PACKAGES)
     if not target.startswith("cuda:"):
         return {**factors, "kernels": source_digest(target.removeprefix("cpu:"))}
     factors |= {"version.triton": triton_version(), "version.ptxas": ptxas_version(cuda_target(target).sm)}
@@ -157,6 +160,11 @@ def _compiler_factors(target: str) -> dict[str, str]:
         if name.startswith(_COMPILER_VARIABLES) and not name.endswith(_PATHS):
             factors[f"environment.{name}"] = value
     return factors
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Those of the packages that are installed."""
+    return {f"version.{name}": found for name in packages if (found := _version(name))}
 
 
 def _version(package: str) -> str | None:

@@ -38,6 +38,7 @@ _DECIDED = {
     "target": "targets are the keys of `targets`",
     "pack": "`--stage compile` writes packs",
     "dump": "`tapeout build MODEL --dump DIR` writes the graphs of one engine",
+    "keep_onnx": "`tapeout build MODEL --keep-onnx DIR` writes the regions of one engine",
     "dry_run": "`tapeout build --matrix FILE --dry-run` shows what would be built",
 }
 #: Options that say what the model is.
@@ -159,7 +160,7 @@ class _Reader:
             if entry.key in keys:
                 continue
             where, name = self._where(entry.line, entry.key), entry.key.replace("-", "_")
-            if name in _DECIDED:
+            if name in _DECIDED and name in FIELDS:
                 self._problems.append(f"{where}: not in a matrix: {_DECIDED[name]}")
             elif name in _OF_MODELS and not of_model:
                 self._problems.append(f"{where}: belongs to a model, give it below `models`")

@@ -173,6 +173,18 @@ class TestBuilder:
         monkeypatch.setattr(content_key, "_version", lambda name: "99" if name == package else real(name))
         assert changed_factors(before, factors_of(spec(model), digests)) == [f"version.{package}"]
 
+    def test_who_makes_parts_of_an_engine_counts_where_it_is_asked_for(
+        self, model: Path, digests: FileDigests, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(content_key, "_PROVIDERS", {"native": ("maker", "not-installed")})
+        monkeypatch.setattr(content_key, "_version", {"maker": "1.2"}.get)
+        asked, other = (
+            factors_of(spec(model, target="cuda:h200", tactics=tactics), digests)
+            for tactics in ("native", "auto")
+        )
+        assert asked["version.maker"] == "1.2"
+        assert changed_factors(asked, other) == ["option.tactics", "version.maker"]
+
     def test_a_source_file_that_changes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in (
             "plugins/op/cuda.py",
