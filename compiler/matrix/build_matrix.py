@@ -40,13 +40,13 @@ from tapeout.compiler.matrix.results import (
     EngineResult,
     MatrixReport,
 )
-from tapeout.compiler.matrix.schema import EngineSpec, load_matrix
+from tapeout.compiler.matrix.schema import PACKS, EngineSpec, load_matrix
+from tapeout.compiler.matrix.schema import TIMINGS as TIMINGS_FOLDER
 from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.plugins.errors import TapeoutError, UsageError
 
 COMPILE, FINISH = "compile", "finish"
 STAGES = (COMPILE, FINISH)
-_PACKS, _TIMINGS = "packs", "timings"
 _LOCK = ".matrix.lock"
 _MEMORY_SHARE = 0.9  # of what is free; the rest is for what the estimates miss
 
@@ -146,7 +146,7 @@ class _Run:
     ) -> None:
         self._request, self._digests, self._progress = request, digests, progress
         self._sets = {s.model: EngineSet(request.output / s.model, s.model, digests) for s in specs}
-        packs = request.output / _PACKS
+        packs = request.output / PACKS
         self._planned = {
             spec.title: plan_pack(spec, packs, digests)
             if request.stage == COMPILE
@@ -271,7 +271,7 @@ def _specs(request: MatrixRequest) -> list[EngineSpec]:
 
 
 def _timings_folder(request: MatrixRequest) -> Path:
-    return request.timings or request.output / _TIMINGS
+    return request.timings or request.output / TIMINGS_FOLDER
 
 
 def _with_timings(request: MatrixRequest, spec: EngineSpec) -> EngineSpec:
@@ -281,7 +281,7 @@ def _with_timings(request: MatrixRequest, spec: EngineSpec) -> EngineSpec:
 def _make_directories(request: MatrixRequest, specs: Sequence[EngineSpec]) -> None:
     try:
         for spec in specs:
-            below = request.output / _PACKS if request.stage == COMPILE else request.output
+            below = request.output / PACKS if request.stage == COMPILE else request.output
             (below / spec.model).mkdir(parents=True, exist_ok=True)
             (_timings_folder(request) / spec.model).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -32,6 +32,8 @@ from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.plugins.sample.params import shown
 from tapeout.runtime.engine_set.index_check import ENGINE_SUFFIX, FILE_NAME, MODEL_NAME
 
+#: Folders beside those of the models.
+PACKS, TIMINGS = "packs", "timings"
 _KEYS = ("defaults", "models", "targets", "include", "exclude")
 #: Options that a matrix decides by itself, and what to do instead of giving them.
 _DECIDED = {
@@ -195,6 +197,8 @@ class _Reader:
                     f"{where}: is no name of a folder, expected letters, digits and . _ + -, none of . + - "
                     "in front"
                 )
+            if entry.key.lower() in {PACKS, TIMINGS}:
+                self._problems.append(f"{where}: is the folder of {entry.key.lower()}, expected another name")
             if (other := folded.setdefault(entry.key.lower(), entry.key)) != entry.key:
                 self._problems.append(f"{where}: differs from {other!r} in case alone, expected other names")
             value = entry.value

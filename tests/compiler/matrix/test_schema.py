@@ -164,6 +164,7 @@ class TestProblems:
             ("models: {m: ./m}", "no 'targets', expected at least one"),
             ("models: [m]\ntargets: [cpu]", "models are of type list"),
             ("models: {m: ./m}\ntargets: [cpu, cpu]", "cpu: given twice"),
+            ("models: {Packs: ./m}\ntargets: [cpu]", "Packs: is the folder of packs"),
             ("models: {m: ./m, m: ./n}\ntargets: [cpu]", "m: given twice"),
             ("models: {m: ./m}\nmodels: {m: ./m}\ntargets: [cpu]", "models: given twice"),
             ("models: {m: ./m}\ntargets: {cpu: 3}", "3 is of type int, expected options"),
