@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tapeout.cli.build_matrix import matrix_options, run_matrix, take_matrix_flags
 from tapeout.cli.format import human_bytes, table
 from tapeout.cli.paths import check_output
 from tapeout.cli.streams import writing
@@ -46,8 +47,14 @@ def build_options(function: F) -> F:
 
 
 @click.command("build", short_help="Build a model into an engine file.")
-@click.argument("model")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="The engine to write.")
+@click.argument("model", required=False)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The engine to write; with --matrix the directory of all engines.",
+)
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -55,24 +62,33 @@ def build_options(function: F) -> F:
     help="Options from a file, with the names of the flags. A flag wins over the file.",
 )
 @build_options
+@matrix_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document, nothing else.")
-def command(model: str, output: Path | None, config: Path | None, as_json: bool, **flags: Any) -> None:
-    """Build MODEL, a Hugging Face directory, a hub id or a .gguf file, into an engine.
+def command(model: str | None, output: Path | None, config: Path | None, as_json: bool, **flags: Any) -> int:
+    """Build MODEL, a Hugging Face directory, a hub id or a .gguf file, into an engine; or with --matrix many
+    engines of many models.
 
     \b
     tapeout build HuggingFaceTB/SmolLM2-135M-Instruct -o smollm2.engine
     tapeout build model.gguf -o model.engine --dtype bf16 --max-batch-size 16
     tapeout build ./checkpoint -o model.engine --dry-run
     tapeout build ./checkpoint --target cuda:h200 --pack model.pack
+    tapeout build --matrix engines.yaml -o engines
     """
+    own = take_matrix_flags(flags)
+    given = {name: value for name, value in flags.items() if value is not None}
+    if own["matrix"] is not None:
+        return run_matrix(model, output, config, as_json, own, given)
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL' (or --matrix FILE.yaml).")
+
     from tapeout.cli.progress import choose_progress
     from tapeout.compiler.options_file import load_options
 
-    given = {name: value for name, value in flags.items() if value is not None}
     options = load_options(config, given)
     if options.pack is not None:
         _build_pack(model, output, options, config, as_json)
-        return
+        return 0
     if output is None:
         if not options.dry_run:
             raise click.UsageError("Missing option '-o' / '--output': where to write the engine.")
@@ -90,6 +106,7 @@ def command(model: str, output: Path | None, config: Path | None, as_json: bool,
     report = build(model, output, options, progress, inputs)
     with writing():
         click.echo(json.dumps(report.to_json(), indent=2) if as_json else summary(report))
+    return 0
 
 
 def _build_pack(

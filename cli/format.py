@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def human_bytes(count: int) -> str:
     """`1.5 GiB`; bytes below 1 KiB as they are."""
@@ -15,7 +17,7 @@ def human_bytes(count: int) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
-def table(rows: list[tuple[str, ...]], indent: str = "  ") -> str:
+def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
     """Rows with aligned columns; the last column is not padded."""
     if not rows:
         return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -14,15 +13,16 @@ import click
 
 from tapeout.cli import streams
 from tapeout.plugins.errors import (
+    TRACEBACK_VARIABLE,
     CapacityError,
     EngineError,
     TapeoutError,
     UnsupportedError,
     UsageError,
+    as_known,
 )
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT and + SIGTERM, as shells report them
-TRACEBACK_VARIABLE = "TAPEOUT_TRACEBACK"
 
 #: What to do about an error that does not say it itself; the first class that fits.
 _HINTS: tuple[tuple[type[TapeoutError], str], ...] = (
@@ -32,10 +32,6 @@ _HINTS: tuple[tuple[type[TapeoutError], str], ...] = (
     (UsageError, "`tapeout --help` lists the commands, `tapeout COMMAND --help` their options"),
     (TapeoutError, f"set {TRACEBACK_VARIABLE}=1 to see where it came from"),
 )
-
-
-#: Errors of a file system that takes no more.
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Terminated(KeyboardInterrupt):
@@ -96,27 +92,9 @@ def _tell(text: str) -> None:
 
 def explain(error: Exception) -> TapeoutError:
     """The error as one of ours: message, hint and exit code."""
-    if isinstance(error, TapeoutError):
-        return error
     if isinstance(error, click.ClickException):
         return _click_error(error)
-    # torch reports a failed allocation on a CPU as RuntimeError with this text.
-    if isinstance(error, MemoryError) or "not enough memory" in str(error):
-        return CapacityError(f"out of memory: {error}" if str(error) else "out of memory")
-    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("tapeout"):
-        return TapeoutError(
-            f"the Python package {error.name!r} is not installed",
-            hint="pip install 'tapeout[build,cpu]' installs what building and running on a CPU need",
-        )
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return UsageError(f"{error.filename}: {error.strerror}", hint="give a shorter path")
-    if isinstance(error, OSError) and error.errno in _NO_SPACE:
-        return TapeoutError(f"{error.filename or 'an output'} cannot be written: {error.strerror}")
-    text = " ".join(str(error).split()) or "no message"
-    return TapeoutError(
-        f"unexpected {type(error).__name__}: {text}",
-        hint=f"set {TRACEBACK_VARIABLE}=1 to see where it came from",
-    )
+    return as_known(error)
 
 
 def _click_error(error: click.ClickException) -> TapeoutError:

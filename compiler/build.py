@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
 from tapeout.compiler.cuda_plan import check_alignment
 from tapeout.compiler.describe import describe, memory_plan, texts_of
 from tapeout.compiler.engine_writer import stage_engine
-from tapeout.compiler.front_end import Stages, lower_model
+from tapeout.compiler.front_end import FrontEnd, Stages
 from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
@@ -38,6 +38,9 @@ def build(
     options: BuildOptions,
     progress: Progress | None = None,
     inputs: tuple[Path, ...] = (),
+    *,
+    front_end: FrontEnd | None = None,
+    timing: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> BuildReport:
     """Build `model` into the engine file `output`.
 
@@ -45,6 +48,8 @@ def build(
         model: HF directory, hub id or .gguf file.
         progress: told about stages; None for silence.
         inputs: files beside the model that must not be overwritten (the options' file).
+        front_end: of the model, where several engines are made of it; None for one of this build's own.
+        timing: entered while tactics are chosen and, if they must be, timed on this machine.
 
     Returns:
         The report, also written to `output.report.json`. With `options.dry_run` nothing is written
@@ -58,10 +63,11 @@ def build(
     check_segments(options)
     host = detect_host()
     cache = TimingCache.load(options.timing_cache)
-    front = lower_model(model, options, stages, lambda source: check_apart(output, options, source.files))
+    front_end = front_end or FrontEnd(model)
+    front = front_end.lower(options, stages, lambda source: check_apart(output, options, source.files))
     source, graph, module, limits = front.source, front.graph, front.module, front.limits
     target = resolve_target(options, host)
-    with stages("tactics", target) as stage:
+    with stages("tactics", target) as stage, timing():
         if target.startswith("cuda:"):
             chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
         else:

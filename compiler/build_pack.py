@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.files import check_output
-from tapeout.compiler.front_end import Stages, lower_model
+from tapeout.compiler.front_end import FrontEnd, Stages
 from tapeout.compiler.limits import target_kind
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart
@@ -44,7 +44,12 @@ class PackReport:
 
 
 def build_pack(
-    model: str, options: BuildOptions, progress: Progress | None = None, inputs: tuple[Path, ...] = ()
+    model: str,
+    options: BuildOptions,
+    progress: Progress | None = None,
+    inputs: tuple[Path, ...] = (),
+    *,
+    front_end: FrontEnd | None = None,
 ) -> PackReport:
     """Write the pack `options.pack`: every tactic that the timing cache, if one is given, does not know, and
     all of a bucket whose whole step it does not know.
@@ -66,7 +71,8 @@ def build_pack(
     check_apart(None, options, inputs)
     cache = TimingCache.load(options.timing_cache)
     stages = Stages(progress or SilentProgress())
-    lowered = lower_model(model, options, stages, lambda s: check_apart(None, options, s.files))
+    front_end = front_end or FrontEnd(model)
+    lowered = front_end.lower(options, stages, lambda s: check_apart(None, options, s.files))
     limits, signatures = lowered.limits, signatures_of(lowered.module)
     target = replace(cuda_target(options.target), tokens_per_page=limits.tokens_per_page)
     with stages("pack", options.target) as stage:

@@ -13,7 +13,7 @@ from tapeout.compiler.ir import Module
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.plan import max_rows, order_of, signatures_of
 from tapeout.compiler.progress import Stage
-from tapeout.compiler.tactics.cache import Machine, TimingCache
+from tapeout.compiler.tactics.cache import Machine, TimingCache, cpu_conditions
 from tapeout.compiler.tactics.gpu_decide import decide
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
 from tapeout.compiler.targets import cuda_target
@@ -113,8 +113,7 @@ def choose_for_cpu(
         threads=host.threads,
         kernels=source_digest(host.level),
         torch=torch.__version__,
-        conditions=f"batch {limits.max_batch_size}, length {limits.max_seq_len}, "
-        f"page {limits.tokens_per_page}",
+        conditions=cpu_conditions(limits),
     )
     torch.set_num_threads(host.threads)
     library = load_native(kernels, host.threads)

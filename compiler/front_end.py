@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -59,26 +59,60 @@ class Lowered:
     matches: Mapping[str, int]
 
 
+class FrontEnd:
+    """A model that is opened once, traced once for each precision and lowered once for each list of passes,
+    however many engines are made of it."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._source: tuple[tuple[object, ...], ModelSource] | None = None
+        self._traces: dict[tuple[object, ...], tuple[Graph, FindWeight]] = {}
+        self._lowered: dict[tuple[object, ...], Lowered] = {}
+
+    def lower(
+        self, options: BuildOptions, stages: Stages, check_source: Callable[[ModelSource], None]
+    ) -> Lowered:
+        """The model for a build with these options; see `lower_model`. What was done before is no stage."""
+        with stages("config", self._model):
+            source = self._open(options)
+            check_source(source)
+            limits = resolve_limits(options, source.config.get_text_config())
+            dtype = resolve_dtype(options, source.config)
+            if target_kind(options) == "cuda":
+                triton_version()  # without the kernels' compiler there is no point in tracing
+        traced = (dtype, limits.max_seq_len)
+        if traced not in self._traces:
+            with stages("trace", f"{source.config.model_type}, {dtype}"):
+                self._traces[traced] = trace_source(source, dtype, limits.max_seq_len)
+        passes = passes_for(options)
+        if (*traced, passes) not in self._lowered or options.dump is not None:
+            with stages("passes") as stage:
+                traced_graph, find_weight = self._traces[traced]
+                graph, expected = traced_graph.copy(), expected_matches(source.config, passes)
+                matches = run_passes(graph, passes, expected, dump=options.dump)
+                module = lower(graph)
+                stage.update(f"{len(module.nodes)} ops")
+            self._lowered[*traced, passes] = Lowered(
+                source, graph, find_weight, module, limits, dtype, matches
+            )
+        return replace(self._lowered[*traced, passes], limits=limits)
+
+    def _open(self, options: BuildOptions) -> ModelSource:
+        how = (options.trust_remote_code, options.revision)
+        if self._source is None or self._source[0] != how:
+            self._traces, self._lowered = {}, {}
+            source = open_model(
+                self._model, trust_remote_code=options.trust_remote_code, revision=options.revision
+            )
+            self._source = how, source
+        return self._source[1]
+
+
 def lower_model(
     model: str, options: BuildOptions, stages: Stages, check_source: Callable[[ModelSource], None]
 ) -> Lowered:
     """Open, trace, fuse and lower a model; `check_source` may refuse it as soon as it is open."""
-    with stages("config", model):
-        source = open_model(model, trust_remote_code=options.trust_remote_code, revision=options.revision)
-        check_source(source)
-        limits = resolve_limits(options, source.config.get_text_config())
-        dtype = resolve_dtype(options, source.config)
-        if target_kind(options) == "cuda":
-            triton_version()  # without the kernels' compiler there is no point in tracing
-    with stages("trace", f"{source.config.model_type}, {dtype}"):
-        graph, find_weight = trace_source(source, dtype, limits.max_seq_len)
-    with stages("passes") as stage:
-        passes = passes_for(options)
-        expected = expected_matches(source.config, passes)
-        matches = run_passes(graph, passes, expected, dump=options.dump)
-        module = lower(graph)
-        stage.update(f"{len(module.nodes)} ops")
-    return Lowered(source, graph, find_weight, module, limits, dtype, matches)
+    return FrontEnd(model).lower(options, stages, check_source)
 
 
 def trace_source(source: ModelSource, dtype: str, max_seq_len: int | None = None) -> tuple[Graph, FindWeight]:

@@ -7,9 +7,10 @@ executable: `run_graph` feeds it tensors made from the references.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ class Graph:
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
+
+    def copy(self) -> Graph:
+        """The same graph with nodes of its own, for passes that another target does not want."""
+        module = fx.GraphModule(self.module, copy.deepcopy(self.graph))
+        return replace(self, module=module, weights=dict(self.weights), constants=dict(self.constants))
 
     def nodes(self, target: Any) -> list[fx.Node]:
         """All calls of one op overload, in graph order."""

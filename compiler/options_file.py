@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.options import DTYPE_ALIASES, FIELDS, BuildOptions, problem
+from tapeout.compiler.yaml_file import Entry, read_yaml
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.sample.params import shown, surrogate_problem
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: str
-    line: int
-    value: Any
 
 
 def load_options(config: Path | None, flags: Mapping[str, Any]) -> BuildOptions:
@@ -42,26 +35,39 @@ def load_options(config: Path | None, flags: Mapping[str, Any]) -> BuildOptions:
     return BuildOptions(**{**values, **flags})
 
 
-def _check(config: Path, entries: list[_Entry]) -> tuple[dict[str, Any], list[str]]:
+def _check(config: Path, entries: Sequence[Entry]) -> tuple[dict[str, Any], list[str]]:
     """The values by field name, and everything that is wrong with the entries."""
     values: dict[str, Any] = {}
-    problems = []
+    problems: list[str] = []
     for entry in entries:
-        where = f"{config}:{entry.line}: {entry.key.encode(errors='backslashreplace').decode()}"
-        name = entry.key.replace("-", "_")
-        if name not in FIELDS:
-            problems.append(f"{where}: unknown key{_nearest(name)}")
-            continue
-        if name in values:
-            problems.append(f"{where}: given twice")
-            continue
-        if isinstance(entry.value, str) and (reason := surrogate_problem(entry.value)):
-            problems.append(f"{where}: {shown(entry.value)} {reason}")
-            continue
-        values[name] = _convert(name, entry.value)
+        where = f"{config}:{entry.line}: {printable(entry.key)}"
+        if not take_option(entry, where, values, problems):
+            problems.append(f"{where}: unknown key{_nearest(entry.key.replace('-', '_'))}")
+    return values, problems
+
+
+def take_option(entry: Entry, where: str, values: dict[str, Any], problems: list[str]) -> bool:
+    """Put the option an entry gives into `values`, or what is wrong with it into `problems`.
+
+    False when there is no such option. `where` is how a message calls the entry.
+    """
+    name, value = entry.key.replace("-", "_"), entry.value.value
+    if name not in FIELDS:
+        return False
+    if name in values:
+        problems.append(f"{where}: given twice")
+    elif isinstance(value, str) and (reason := surrogate_problem(value)):
+        problems.append(f"{where}: {shown(value)} {reason}")
+    else:
+        values[name] = _convert(name, value)
         if complaint := problem(name, values[name], where):
             problems.append(complaint)
-    return values, problems
+    return True
+
+
+def printable(key: str) -> str:
+    """A key as a message can hold it."""
+    return key.encode(errors="backslashreplace").decode()
 
 
 def _convert(name: str, value: Any) -> Any:
@@ -81,40 +87,18 @@ def _nearest(name: str) -> str:
     return f", did you mean {_dashed(found[0])}?" if found else ""
 
 
-def _key_text(key: Any) -> str:
-    try:
-        return str(key)
-    except ValueError:  # an integer of more digits than Python prints; no option has such a name
-        return ""
-
-
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _entries(config: Path) -> list[_Entry]:
+def _entries(config: Path) -> Sequence[Entry]:
     """Keys in the file's order with their lines; keys that YAML would merge silently included."""
-    try:
-        import yaml
-    except ImportError:
-        raise UsageError("--config needs the package pyyaml", hint="pip install 'tapeout[build]'") from None
-    try:
-        text = config.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except OSError as error:
-        raise UsageError(f"--config: cannot read {str(config)!r}: {error.strerror}") from error
-    # Dates and numbers that are none are ValueErrors (as is wrong UTF-8) or worse, deep nesting is a
-    # RecursionError, and keys that cannot be hashed are TypeErrors: yaml wraps only what its grammar sees.
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise UsageError(f"--config: {str(config)!r} is not valid YAML: {error}") from error
+    node = read_yaml(config, "--config")
     if node is None:
-        return []
-    if not isinstance(node, yaml.MappingNode):
+        return ()
+    if node.kind != "mapping":
         raise UsageError(
-            f"--config: {str(config)!r} holds a {type(data).__name__}, expected option names and values",
+            f"--config: {str(config)!r} holds a {node.type_name}, expected option names and values",
             hint="for example `max-batch-size: 16`",
         )
-    keys = [(str(key.value), key.start_mark.line + 1) for key, _ in node.value]
-    by_text = {_key_text(key): value for key, value in data.items()}
-    return [_Entry(key, line, by_text.get(key)) for key, line in keys]
+    return node.entries

@@ -14,6 +14,14 @@ It lives in the lowest layer so that all others can raise it. Exit codes are the
 
 from __future__ import annotations
 
+import errno
+
+#: Set to 1, it makes commands show where an error came from.
+TRACEBACK_VARIABLE = "TAPEOUT_TRACEBACK"
+
+#: Errors of a file system that takes no more.
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 class TapeoutError(Exception):
     """An error with a message for the user and a hint what to do about it.
@@ -56,3 +64,26 @@ class CapacityError(TapeoutError):
 
 class UnsupportedError(TapeoutError):
     exit_code = 5
+
+
+def as_known(error: Exception) -> TapeoutError:
+    """The error as one of ours: what a library raises gets a message, a hint and an exit code."""
+    if isinstance(error, TapeoutError):
+        return error
+    # torch reports a failed allocation on a CPU as RuntimeError with this text.
+    if isinstance(error, MemoryError) or "not enough memory" in str(error):
+        return CapacityError(f"out of memory: {error}" if str(error) else "out of memory")
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("tapeout"):
+        return TapeoutError(
+            f"the Python package {error.name!r} is not installed",
+            hint="pip install 'tapeout[build,cpu]' installs what building and running on a CPU need",
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{error.filename}: {error.strerror}", hint="give a shorter path")
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return TapeoutError(f"{error.filename or 'an output'} cannot be written: {error.strerror}")
+    text = " ".join(str(error).split()) or "no message"
+    return TapeoutError(
+        f"unexpected {type(error).__name__}: {text}",
+        hint=f"set {TRACEBACK_VARIABLE}=1 to see where it came from",
+    )

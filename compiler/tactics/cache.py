@@ -12,11 +12,14 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tapeout.compiler.files import remove_leftovers, write_text
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.plugins.errors import UsageError
+
+if TYPE_CHECKING:
+    from tapeout.runtime.engine.manifest import Limits
 
 CACHE_VERSION = 1
 _MAX_TIME_US = 1e12  # eleven days
@@ -39,6 +42,11 @@ class Machine:
     kernels: str
     torch: str
     conditions: str
+
+
+def cpu_conditions(limits: Limits) -> str:
+    """The limits that shape what is timed on a CPU: `Machine.conditions`."""
+    return f"batch {limits.max_batch_size}, length {limits.max_seq_len}, page {limits.tokens_per_page}"
 
 
 @dataclass

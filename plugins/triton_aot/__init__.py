@@ -9,6 +9,7 @@ from tapeout.plugins.triton_aot.compile import (
     KernelResources,
     compile_all,
     compile_kernel,
+    compilers,
 )
 from tapeout.plugins.triton_aot.digest import kernel_digest
 
@@ -18,5 +19,6 @@ __all__ = [
     "KernelResources",
     "compile_all",
     "compile_kernel",
+    "compilers",
     "kernel_digest",
 ]

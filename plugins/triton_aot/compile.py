@@ -7,6 +7,7 @@ line information, which would hold paths, is off. Compiled kernels are kept in
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -15,13 +16,15 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tapeout.plugins.cuda import KernelSpec
-from tapeout.plugins.errors import TapeoutError, UnsupportedError
+from tapeout.plugins.errors import CapacityError, TapeoutError, UnsupportedError
 from tapeout.plugins.triton_aot.digest import kernel_digest, kernel_function
 
 #: What every Triton kernel takes after its own arguments: global scratch, profiling scratch.
@@ -31,6 +34,9 @@ SCRATCH_TYPES = ("*i8", "*i8")
 #: write or read; it may then start before they end, on SMs that can. The compiler here fills it in.
 OVERLAP = "OVERLAP"
 _OVERLAP_SM = 90
+
+#: The processes that `compilers` keeps.
+_kept: ContextVar[ProcessPoolExecutor | None] = ContextVar("_kept", default=None)
 
 _SUPPORTED_SMS = (80, 86, 89, 90, 100, 103, 120, 121)
 _TYPES = {"i32", "i64", "u32", "u64", "fp32"}
@@ -95,28 +101,79 @@ def compile_kernel(spec: KernelSpec, sm: int) -> CompiledKernel:
     cached = _read(stem)
     if cached is not None:
         return cached
-    compiled = _compile(spec, function, sm)
-    _write(stem, compiled)
+    with _only_one(stem):
+        cached = _read(stem)  # by another process meanwhile
+        if cached is not None:
+            return cached
+        compiled = _compile(spec, function, sm)
+        _write(stem, compiled)
     return compiled
+
+
+@contextmanager
+def compilers(workers: int = 0) -> Iterator[None]:
+    """Keep the processes of `compile_all` for as long as the context lasts: starting them takes seconds.
+
+    They start at once and get ready while the caller goes on. `workers`: 0 for one a core.
+    """
+    workers = workers or len(os.sched_getaffinity(0))
+    with _pool(workers) as pool:
+        for _ in range(workers):
+            pool.submit(_get_ready)
+        token = _kept.set(pool)
+        try:
+            yield
+        finally:
+            _kept.reset(token)
 
 
 def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[CompiledKernel]:
     """Compile several kernels in `workers` processes (0: one a core); results in the order of specs.
 
-    Equal specs are compiled once. Raises what `compile_kernel` raises, for the first that fails.
+    Equal specs are compiled once; inside `compilers` its processes do it. Raises what `compile_kernel`
+    raises, for the first that fails, and CapacityError when one of the processes is killed.
     """
     unique = {kernel_digest(spec): spec for spec in specs}
     missing = {
         digest: spec for digest, spec in unique.items() if _read(_cache_dir() / f"{digest}-sm{sm}") is None
     }
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
-    if workers > 1:
-        # Spawned, not forked: the parent may hold torch's thread pool.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            list(pool.map(compile_kernel, missing.values(), [sm] * len(missing)))
+    kept = _kept.get()
+    if missing and (kept is not None or workers > 1):
+        with nullcontext(kept) if kept is not None else _pool(workers) as pool:
+            try:
+                list(pool.map(compile_kernel, missing.values(), [sm] * len(missing)))
+            except BrokenProcessPool as error:
+                raise CapacityError(
+                    "a process that compiles kernels was killed, most likely for want of memory",
+                    hint="close other programs, or allow fewer processors (taskset)",
+                ) from error
     done = {digest: compile_kernel(spec, sm) for digest, spec in unique.items()}
     return [done[kernel_digest(spec)] for spec in specs]
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    # Spawned, not forked: the parent may hold torch's thread pool.
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _get_ready() -> None:
+    """Import what the first kernel would import."""
+    import triton.backends.nvidia.compiler
+    import triton.compiler  # noqa: F401
+
+
+@contextmanager
+def _only_one(stem: Path) -> Iterator[None]:
+    """Hold back other processes that are about to compile the same kernel, where files can be locked."""
+    lock = stem.with_name(f".{stem.name}.lock")
+    with ExitStack() as stack:
+        with suppress(OSError):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(lock.open("w"))
+            stack.callback(lock.unlink, missing_ok=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _check(spec: KernelSpec, names: Sequence[str], sm: int) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from tapeout.compiler import build_pack as build_pack_module
 from tapeout.compiler import cuda_plan
 from tapeout.compiler.build import build
 from tapeout.compiler.build_pack import build_pack
-from tapeout.compiler.front_end import Lowered, lower_model
+from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import BuildReport
 from tapeout.compiler.tactics import gpu_decide, gpu_pack, gpu_timing
@@ -52,20 +52,25 @@ def scripted() -> Iterator[None]:
             patch.setattr(module, "time_pack", partial(time_pack, worker=WORKER))
         patch.setattr(driver, "open_device", _no_device)
         for module in (build_module, build_pack_module):
-            patch.setattr(module, "lower_model", _lower_once({}))
+            patch.setattr(module, "FrontEnd", _FrontEnds())
         yield
 
 
-def _lower_once(made: dict[str, Lowered]) -> Callable[..., Lowered]:
-    """Tracing is what takes the time, and says nothing about tactics."""
+class _FrontEnds:
+    """Front ends that lower a model once for all builds: tracing is what takes the time, and says nothing
+    about tactics."""
 
-    def lower(model: str, options: BuildOptions, *rest: Any) -> Lowered:
+    def __init__(self) -> None:
+        self._made: dict[str, Lowered] = {}
+
+    def __call__(self, model: str) -> SimpleNamespace:
+        return SimpleNamespace(lower=partial(self._lower, model))
+
+    def _lower(self, model: str, options: BuildOptions, *rest: Any) -> Lowered:
         key = repr((model, options.dtype, [getattr(options, name) for name in LIMITS]))
-        if key not in made:
-            made[key] = lower_model(model, options, *rest)
-        return made[key]
-
-    return lower
+        if key not in self._made:
+            self._made[key] = FrontEnd(model).lower(options, *rest)
+        return self._made[key]
 
 
 def _no_device(ordinal: int = 0) -> Any:

@@ -154,6 +154,25 @@ def test_only_ops_that_compute_what_they_cache_may_differ_there() -> None:
     assert cache_tolerance("rope_attention", "float32").relative > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fast_look_never_finds_what_is_not(dtype: torch.dtype) -> None:
+    """At the border of what is allowed the answer is that of exact arithmetic."""
+    allowed = Tolerance(1e-4, 1e-4)
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(20_000, generator=generator).to(dtype)
+    factor = 1 + (torch.rand(20_000, generator=generator, dtype=torch.float64) - 0.5) * 1e-6
+    got = (wanted.double() + (1e-4 + 1e-4 * wanted.double().abs()) * factor).to(dtype)
+    exact = (
+        (got.double() - wanted.double()).abs() - allowed.absolute - allowed.relative * wanted.double().abs()
+    )
+    held = [allowed.violation(got[i : i + 1], wanted[i : i + 1]) is None for i in range(2000)]
+    assert held == (exact[:2000] <= 0).tolist()
+    one_inf = torch.full((3,), 1.0, dtype=dtype)
+    one_inf[1] = torch.inf
+    assert allowed.violation(torch.ones(3, dtype=dtype), one_inf) is not None
+    assert allowed.violation(one_inf, one_inf.clone()) is None
+
+
 def test_tolerance_reports_the_worst_element_and_nan() -> None:
     allowed, wanted = Tolerance(0.1, 0.0), torch.tensor([[1.0, 2.0], [torch.nan, torch.inf]])
     assert allowed.violation(wanted.clone(), wanted) is None
@@ -162,7 +181,7 @@ def test_tolerance_reports_the_worst_element_and_nan() -> None:
     message = allowed.violation(got, wanted)
     assert message is not None
     assert "1 of 4 elements differ; worst at [0, 1]" in message
-    for spoiled in ((0, 0, torch.nan), (1, 0, 0.0), (1, 1, -torch.inf)):
+    for spoiled in ((0, 0, torch.nan), (0, 0, torch.inf), (1, 0, 0.0), (1, 1, -torch.inf), (1, 1, 7.0)):
         got = wanted.clone()
         got[spoiled[0], spoiled[1]] = spoiled[2]
         assert allowed.violation(got, wanted) is not None
