@@ -8,8 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from tapeout.model_defs.gguf_families import GgufFamily, HeadCounts
+from tapeout.model_defs.gguf_families import GgufFamily
 from tapeout.model_defs.gguf_file import GgufFile
+from tapeout.model_defs.gguf_tensors import HeadCounts
 from tapeout.model_defs.hf_checkpoint import digest_checkpoint, hash_tensors
 from tapeout.model_defs.source import TensorInfo
 from tapeout.plugins.errors import UnsupportedError, UsageError
@@ -17,10 +18,14 @@ from tapeout.plugins.errors import UnsupportedError, UsageError
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """Implements `Checkpoint`: HF names, float32 values, dequantized one tensor at a time."""
+    """Implements `Checkpoint`: HF names, float32 values, dequantized one tensor at a time.
+
+    Attributes:
+        gguf_names: by HF name; a part of a parameter has its GGUF name on both sides.
+    """
 
     file: GgufFile
-    gguf_names: Mapping[str, str]  # by HF name
+    gguf_names: Mapping[str, str]
     family: GgufFamily
     heads: HeadCounts
 

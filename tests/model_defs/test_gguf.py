@@ -14,6 +14,7 @@ from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_di
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from tapeout.model_defs import open_model
+from tapeout.model_defs.weights import run_recipe
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 SMOLLM2_CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3}
@@ -22,7 +23,10 @@ SMOLLM2_CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3}
 def logits_of(source, ids):
     """Logits of HF's model filled with the source's tensors."""
     model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32).eval()
-    state = {n: torch.from_numpy(source.checkpoint.read(n)) for n in source.checkpoint.tensors}
+    read = source.checkpoint.read
+    parts = {name for ref in source.recipes.values() for name in ref.source_names()}
+    state = {n: torch.from_numpy(read(n)) for n in source.checkpoint.tensors if n not in parts}
+    state |= {n: torch.from_numpy(run_recipe(ref, read)) for n, ref in source.recipes.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
@@ -91,11 +95,22 @@ def _hf_state(path: Path):
     return load_gguf_state_dict(_hf_header(path))
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+
+# HF's model type, GGUF architecture, metadata beside the sizes, what the HF config sets.
 FAMILIES = [
     ("llama", "llama", {"llama.rope.freq_base": 10000.0}, {}),
     ("llama", "llama", {"llama.rope.freq_base": 10000.0}, {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", "mistral", {"mistral.rope.freq_base": 10000.0}, {"head_dim": 32}),
+    ("mixtral", "llama", {}, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     ("qwen2", "qwen2", {"qwen2.rope.freq_base": 10000.0}, {}),
+    ("qwen2_moe", "qwen2moe", {}, {**EXPERTS, "shared_expert_intermediate_size": 48}),
     ("qwen3", "qwen3", {"qwen3.rope.freq_base": 10000.0}, {"tie_word_embeddings": True}),
+    ("qwen3_moe", "qwen3moe", {}, {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
     ("gemma2", "gemma2", {"gemma2.attention.sliding_window": 16}, {"query_pre_attn_scalar": 16}),
     (
         "gemma3_text",
@@ -103,7 +118,55 @@ FAMILIES = [
         {"gemma3.attention.sliding_window": 16},
         {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2},
     ),
+    (
+        "gemma3_text",
+        "gemma3",
+        {"gemma3.attention.sliding_window": 16, "gemma3.attention.sliding_window_pattern": 2},
+        {"query_pre_attn_scalar": 16},
+    ),
     ("phi3", "phi3", {"phi3.rope.freq_base": 10000.0}, {}),
+    ("phi3", "phi3", {"phi3.attention.sliding_window": 16}, {"sliding_window": 16}),
+    (
+        "gpt_oss",
+        "gpt-oss",
+        {
+            "gpt-oss.attention.sliding_window": 16,
+            "gpt-oss.rope.freq_base": 150000.0,
+            "gpt-oss.rope.scaling.type": "yarn",
+            "gpt-oss.rope.scaling.factor": 8.0,
+            "gpt-oss.rope.scaling.original_context_length": 64,
+        },
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": YARN},
+    ),
+    (
+        "minimax_m2",
+        "minimax-m2",
+        {
+            "minimax-m2.rope.freq_base": 5000000.0,
+            "minimax-m2.expert_gating_func": 2,
+            "minimax-m2.expert_feed_forward_length": 96,
+        },
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    ("falcon", "falcon", {}, {}),
+    ("falcon", "falcon", {}, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    (
+        "falcon",
+        "falcon",
+        {},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    ("bloom", "bloom", {}, {}),
+    ("stablelm", "stablelm", {"stablelm.use_parallel_residual": False}, {"partial_rotary_factor": 0.5}),
+    (
+        "stablelm",
+        "stablelm",
+        {"stablelm.use_parallel_residual": True},
+        {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    ("gpt2", "gpt2", {}, {}),
+    ("starcoder2", "starcoder2", {"starcoder2.rope.freq_base": 100000.0}, {"rope_theta": 100000.0}),
+    ("nemotron", "nemotron", {"nemotron.rope.freq_base": 10000.0}, {"partial_rotary_factor": 0.5}),
 ]
 
 
