@@ -13,7 +13,7 @@ from tapeout.model_defs.gguf_file import GgufFile
 from tapeout.model_defs.gguf_tensors import HeadCounts
 from tapeout.model_defs.hf_checkpoint import digest_checkpoint, hash_tensors
 from tapeout.model_defs.source import TensorInfo
-from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.plugins.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class GgufCheckpoint:
         gguf_name = self.gguf_names[name]
         try:
             weights = self.file.dequantize(gguf_name)
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                f"{self.file.path}: tensor {gguf_name!r} has type {self.file.tensors[gguf_name].type.name}, "
-                "which the gguf package cannot dequantize"
-            ) from error
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.file.path}: tensor {gguf_name!r} cannot be read: {error}") from error
         return self.family.transform(weights, gguf_name, self.heads)

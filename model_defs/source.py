@@ -84,7 +84,7 @@ class ModelSource:
     recipes: Mapping[str, WeightRef] = field(default_factory=dict)
 
     @property
-    def details(self) -> dict[str, Any]:
-        """What the weights came from, for the manifest: format, and how many tensors are of each type."""
+    def stored_types(self) -> dict[str, int]:
+        """How many of the checkpoint's tensors are stored in each type, the commonest first."""
         types = Counter(info.dtype for info in self.checkpoint.stored.values())
-        return {"origin": self.origin, "tensor_types": dict(sorted(types.items()))}
+        return dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))

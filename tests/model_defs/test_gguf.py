@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 
 import gguf
+import gguf.quants
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,9 @@ from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_di
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from tapeout.model_defs import open_model
+from tapeout.model_defs.gguf_families import FAMILIES as BUILT
+from tapeout.model_defs.gguf_families import REFUSED
+from tapeout.model_defs.gguf_file import can_dequantize, read_gguf
 from tapeout.model_defs.weights import run_recipe
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
@@ -100,6 +105,9 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
 }  # fmt: skip
+
+GGML = gguf.GGMLQuantizationType
+DEQUANTIZABLE = [GGML.F32, GGML.F16, *gguf.quants._type_traits]
 
 # HF's model type, GGUF architecture, metadata beside the sizes, what the HF config sets.
 FAMILIES = [
@@ -188,6 +196,32 @@ def test_a_converted_model_computes_what_the_original_does(
     assert source.special_tokens["bos_token"] == original.special_tokens["bos_token"]
 
 
+@pytest.mark.parametrize("kind", DEQUANTIZABLE, ids=lambda kind: kind.name)
+def test_every_tensor_type_gives_the_values_of_the_gguf_package(kind, tmp_path):
+    """Random blocks: all bit patterns, not only those a quantizer writes."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(int(kind))
+    rows = 3 * 32 + 5
+    blocks = random.integers(0, 256, (rows, 2 * block_bytes), dtype=np.uint8)
+    if kind in (GGML.F32, GGML.F16, GGML.BF16):  # no NaN: they would not be equal to themselves
+        plain = {GGML.F32: np.float32, GGML.F16: np.float16}.get(kind, ml_dtypes.bfloat16)
+        blocks = random.normal(size=(rows, 2 * block)).astype(plain).view(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("t", blocks, raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    file = read_gguf(tmp_path / "m.gguf")
+    assert file.tensors["t"].type == kind
+    assert file.tensors["t"].shape == (rows, 2 * block)
+    with np.errstate(all="ignore"):
+        want = gguf.dequantize(blocks, kind)
+        got = file.dequantize("t")
+    assert got.dtype == np.float32
+    assert np.unique(got).size > 8
+    assert np.array_equal(got, want.astype(np.float32), equal_nan=True)
+
+
 def test_llama3_scaling_is_recovered_from_its_divisors(models, write_gguf, tmp_path):
     scaling = {
         "rope_type": "llama3",
@@ -228,6 +262,22 @@ def test_rope_scaling_keys_are_not_dropped(models, write_gguf, tmp_path):
         open_model(str(odd))
 
 
+def test_every_architecture_transformers_reads_is_built_or_refused_by_name():
+    from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    theirs = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
+    spelled = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+               "minimax_m2": "minimax-m2"}  # fmt: skip
+    assert {spelled.get(name, name) for name in theirs} <= BUILT.keys() | REFUSED.keys()
+    assert not BUILT.keys() & REFUSED.keys()
+    assert {arch for _, arch, _, _ in FAMILIES} == BUILT.keys()
+
+
+def test_types_the_gguf_package_cannot_dequantize():
+    assert {kind for kind in GGML if can_dequantize(kind)} == set(DEQUANTIZABLE)
+
+
 class TestDamage:
     def test_missing_and_unknown_tensors_are_all_named(self, llama, write_gguf, tmp_path):
         path = write_gguf(
@@ -247,6 +297,39 @@ class TestDamage:
         # the same length, so that the file stays consistent
         path.write_bytes(path.read_bytes().replace(b"llama", b"lluma"))
         with pytest.raises(UnsupportedError, match=r"'lluma'.*qwen3"):
+            open_model(str(path))
+
+    @pytest.mark.parametrize("arch", sorted(REFUSED))
+    def test_an_architecture_that_cannot_be_built_is_refused_with_the_reason(self, tmp_path, arch):
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            write()
+        writer.close()
+        with pytest.raises(UnsupportedError, match=rf"architecture '{arch}', which cannot be built: "):
+            open_model(str(tmp_path / "m.gguf"))
+
+    def test_a_tensor_type_that_cannot_be_dequantized_is_refused_before_anything_else(
+        self, llama, write_gguf, tmp_path
+    ):
+        path = write_gguf(
+            llama, tmp_path / "m.gguf", arch="llama", extra={"blk.0.odd.weight": np.zeros(32, np.int8)}
+        )
+        with pytest.raises(UnsupportedError, match=r"'blk\.0\.odd\.weight' has type I8.*cannot dequantize"):
+            open_model(str(path))
+
+    def test_a_key_that_nothing_reads_is_refused(self, llama, write_gguf, tmp_path):
+        metadata = {"llama.attention.scale": 0.5, "llama.logit_scale": 2.0}
+        path = write_gguf(llama, tmp_path / "m.gguf", arch="llama", metadata=metadata)
+        with pytest.raises(UnsupportedError) as error:
+            open_model(str(path))
+        assert "llama.attention.scale = 0.5" in error.value.message
+        assert "llama.logit_scale = 2.0" in error.value.message
+
+    def test_a_value_that_only_one_model_can_have(self, models, write_gguf, tmp_path):
+        folder = models.make_tiny("stablelm", tmp_path / "hf")
+        metadata = {"stablelm.use_parallel_residual": True}
+        path = write_gguf(folder, tmp_path / "m.gguf", arch="stablelm", metadata=metadata)
+        with pytest.raises(UnsupportedError, match="use_parallel_residual is True, only False"):
             open_model(str(path))
 
     def test_unknown_pre_tokenizer(self, llama, write_gguf, tmp_path):
