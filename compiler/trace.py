@@ -258,6 +258,12 @@ def trace(model: nn.Module, parameter: FindWeight) -> Graph:
 
 
 def _check_layers(model: nn.Module, layers: int, seen: list[int]) -> None:
+    if twice := sorted({layer for layer in seen if seen.count(layer) > 1}):
+        raise UnsupportedError(
+            f"{type(model).__name__} attends more than once in layers {', '.join(map(str, twice))}; "
+            "a layer has one attention and one place in the cache",
+            hint="differential attention (DiffLlama) is not supported",
+        )
     if sorted(seen) != list(range(layers)):
         raise UnsupportedError(
             f"{type(model).__name__} has {layers} layers but its attention was seen in layers {sorted(seen)}",
