@@ -54,13 +54,18 @@ def _engine_rows(data: dict[str, Any]) -> list[tuple[str, ...]]:
     return [*rows]
 
 
+def _types(stored: dict[str, int]) -> list[str]:
+    """The checkpoint's tensors by type: `(Q4_K x 100, F32 x 109)`."""
+    return ["(" + ", ".join(f"{name} x {count}" for name, count in stored.items()) + ")"] if stored else []
+
+
 def _model_rows(manifest: dict[str, Any]) -> list[tuple[str, ...]]:
     model, tokenizer, generation = manifest["model"], manifest["tokenizer"], manifest["generation"]
     # origin, then digests of 64 digits: one a line
     origin, *digests = model["checkpoint"].split()
     rows = [
         ("architecture", f"{model['architecture']}, {model['dtype']}, quantize {model['quantize']}"),
-        ("checkpoint", origin),
+        ("checkpoint", " ".join([origin, *_types(model["stored_types"])])),
         *(("", digest) for digest in digests),
         *_refit_rows(manifest["weights"].get("refit")),
         ("vocabulary", f"{model['vocab_size']} logits"),

@@ -56,6 +56,7 @@ def describe(
         vocab_size=int(module.logits.shape[1]),
         max_position_embeddings=max_positions(config),
         checkpoint=f"{source.origin} config:{_config_digest(source)} weights:{source.checkpoint.digest()}",
+        stored_types=source.stored_types,
     )
     tokenizer = TokenizerFacts(
         source.tokenizer_vocab_size,

@@ -132,7 +132,9 @@ def trace_source(source: ModelSource, dtype: str, max_seq_len: int | None = None
 def _trace(source: ModelSource, model: nn.Module) -> tuple[Graph, FindWeight]:
     expected, tied = expected_tensors(model)
     tensors = source.checkpoint.tensors
-    recipes = converted(model, tensors, expected)
+    parts = {name for ref in source.recipes.values() for name in ref.source_names()}
+    own_names = {name: info for name, info in tensors.items() if name not in parts}
+    recipes = {**source.recipes, **converted(model, own_names, expected)}
     check_checkpoint(source, expected, tied, recipes)
 
     def find_weight(name: str) -> WeightRef:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tapeout.plugins.errors import UnsupportedError
@@ -22,6 +23,29 @@ class Mask:
     """A causal mask; with `window` > 0 a query sees the last `window` positions, itself included."""
 
     window: int = 0
+
+
+class MarkOnes(TorchFunctionMode):
+    """While it is entered, tensors of ones and their casts are remembered as such.
+
+    Some models make a padding mask of ones when they are given none. Its values cannot be looked at in the
+    middle of an export, so it is recognized by how it was made.
+    """
+
+    _CASTS = frozenset({torch.Tensor.to, torch.Tensor.bool, torch.Tensor.long, torch.Tensor.float})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ones, torch.ones_like) or (func in self._CASTS and hides_nothing(args[0])):
+            result._tapeout_ones = True
+        return result
+
+
+def hides_nothing(padding_mask: torch.Tensor) -> bool:
+    """Whether a padding mask was made as ones while `MarkOnes` was entered."""
+    return bool(getattr(padding_mask, "_tapeout_ones", False))
 
 
 def classify(mask_function: Callable[..., Any]) -> Mask:

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tapeout.compiler import experts as _experts  # noqa: F401 (registers the experts interface)
 from tapeout.compiler.graph import Graph, to_numpy, weight_placeholder
-from tapeout.compiler.masks import Mask, classify
+from tapeout.compiler.masks import MarkOnes, Mask, classify, hides_nothing
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 
@@ -82,7 +82,7 @@ def _mask_interface(
     *_: Any, mask_function: Any, attention_mask: Any = None, **__: Any
 ) -> Mask | UnsupportedError:
     """A mask, or why it is none: models make masks that no layer uses."""
-    if attention_mask is not None:
+    if attention_mask is not None and not hides_nothing(attention_mask):
         return UnsupportedError(
             "the model builds its own padding mask", hint="packed inputs carry no padding"
         )
@@ -193,7 +193,7 @@ def _written_mask(
     """The mask of models that write their attention out: a tensor, as they expect."""
     positions = _active[-1].positions
     assert positions is not None
-    if attention_mask is not None:
+    if attention_mask is not None and not hides_nothing(attention_mask):
         raise UnsupportedError("the model builds its own padding mask", hint="packed inputs carry no padding")
     name = str(dtype).removeprefix("torch.")
     mask: torch.Tensor = torch.ops.tapeout.causal_mask(positions, classify(mask_function).window, name)
@@ -231,7 +231,9 @@ class _Wrapper(nn.Module):
         _active[-1].positions = positions
         given = {"position_ids": positions, "logits_to_keep": row_ids, self.cache_argument: _NoCache()}
         taken = {name: value for name, value in given.items() if name in self.arguments}
-        logits: torch.Tensor = self.model_under_trace(input_ids=token_ids, use_cache=False, **taken).logits
+        with MarkOnes():
+            model = self.model_under_trace
+            logits: torch.Tensor = model(input_ids=token_ids, use_cache=False, **taken).logits
         return logits if "logits_to_keep" in taken else logits[:, row_ids]
 
 
@@ -256,6 +258,12 @@ def trace(model: nn.Module, parameter: FindWeight) -> Graph:
 
 
 def _check_layers(model: nn.Module, layers: int, seen: list[int]) -> None:
+    if twice := sorted({layer for layer in seen if seen.count(layer) > 1}):
+        raise UnsupportedError(
+            f"{type(model).__name__} attends more than once in layers {', '.join(map(str, twice))}; "
+            "a layer has one attention and one place in the cache",
+            hint="differential attention (DiffLlama) is not supported",
+        )
     if sorted(seen) != list(range(layers)):
         raise UnsupportedError(
             f"{type(model).__name__} has {layers} layers but its attention was seen in layers {sorted(seen)}",

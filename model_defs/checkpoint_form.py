@@ -52,9 +52,9 @@ def form_of(source: ModelSource) -> HfForm | GgufForm:
     from tapeout.model_defs.gguf_checkpoint import GgufCheckpoint
 
     assert isinstance(source.checkpoint, GgufCheckpoint), type(source.checkpoint).__name__
-    config = source.config
+    heads = source.checkpoint.heads
     return GgufForm(
-        source.checkpoint.file.architecture, config.num_attention_heads, config.num_key_value_heads
+        source.checkpoint.file.architecture, heads.num_attention_heads, heads.num_key_value_heads
     )
 
 
@@ -92,6 +92,7 @@ def _open_gguf(path: Path, form: GgufForm, wanted: Mapping[str, TensorInfo]) -> 
     from tapeout.model_defs.gguf_checkpoint import GgufCheckpoint
     from tapeout.model_defs.gguf_families import CONFIG_TENSORS, family_of
     from tapeout.model_defs.gguf_file import read_gguf
+    from tapeout.model_defs.gguf_tensors import HeadCounts
 
     file = read_gguf(path)
     if file.architecture != form.architecture:
@@ -101,7 +102,8 @@ def _open_gguf(path: Path, form: GgufForm, wanted: Mapping[str, TensorInfo]) -> 
             hint="give the GGUF file that the engine was built from",
         )
     names = {name: info.name for name, info in wanted.items() if info.name in file.tensors}
-    checkpoint = GgufCheckpoint(file, names, family_of(file), form)
+    heads = HeadCounts(form.num_attention_heads, form.num_key_value_heads)
+    checkpoint = GgufCheckpoint(file, names, family_of(file), heads)
     known = {info.name for info in wanted.values()} | CONFIG_TENSORS.keys()
     extra = (
         TensorInfo(name, tensor.type.name, tensor.shape)

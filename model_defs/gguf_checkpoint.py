@@ -8,19 +8,24 @@ from functools import cached_property
 
 import numpy as np
 
-from tapeout.model_defs.gguf_families import GgufFamily, HeadCounts
+from tapeout.model_defs.gguf_families import GgufFamily
 from tapeout.model_defs.gguf_file import GgufFile
+from tapeout.model_defs.gguf_tensors import HeadCounts
 from tapeout.model_defs.hf_checkpoint import digest_checkpoint, hash_tensors
 from tapeout.model_defs.source import TensorInfo
-from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.plugins.errors import UsageError
 
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """Implements `Checkpoint`: HF names, float32 values, dequantized one tensor at a time."""
+    """Implements `Checkpoint`: HF names, float32 values, dequantized one tensor at a time.
+
+    Attributes:
+        gguf_names: by HF name; a part of a parameter has its GGUF name on both sides.
+    """
 
     file: GgufFile
-    gguf_names: Mapping[str, str]  # by HF name
+    gguf_names: Mapping[str, str]
     family: GgufFamily
     heads: HeadCounts
 
@@ -40,11 +45,6 @@ class GgufCheckpoint:
         gguf_name = self.gguf_names[name]
         try:
             weights = self.file.dequantize(gguf_name)
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                f"{self.file.path}: tensor {gguf_name!r} has type {self.file.tensors[gguf_name].type.name}, "
-                "which the gguf package cannot dequantize"
-            ) from error
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.file.path}: tensor {gguf_name!r} cannot be read: {error}") from error
         return self.family.transform(weights, gguf_name, self.heads)

@@ -1,34 +1,24 @@
-"""What a GGUF architecture means in HF terms: config keys, tensor values, tensors without a home.
+"""What a GGUF architecture is in HF terms: the family table.
 
-Config key names come from transformers' own table (`GGUF_CONFIG_MAPPING`); this file adds what that
-table leaves out and would otherwise silently become a default: rope scaling, biases, head sizes.
+Tensor names come from the gguf package's table and config keys from transformers'
+(`GGUF_CONFIG_MAPPING`); this file adds what they do not say: values that llama.cpp's converter changed,
+parameters that a file holds in several tensors, and architectures that cannot be built.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import numpy as np
-
+from tapeout.model_defs import gguf_tensors as tensors
 from tapeout.model_defs.gguf_file import GgufFile
-from tapeout.plugins.errors import UnsupportedError, UsageError
+from tapeout.model_defs.gguf_metadata import AS_HF, ArchMetadata
+from tapeout.model_defs.gguf_tensors import Made, Transform
+from tapeout.plugins.errors import UnsupportedError
 
 
-class HeadCounts(Protocol):
-    """What transforms need of a config: any HF config has it."""
-
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-
-
-Transform = Callable[[np.ndarray, str, HeadCounts], np.ndarray]
-
-AS_HF = "use the model's Hugging Face checkpoint (config.json and safetensors) instead"
+def _nothing(meta: ArchMetadata) -> dict[str, object]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -37,85 +27,208 @@ class GgufFamily:
 
     Attributes:
         model_type: HF's.
-        gguf_name: key of `gguf.MODEL_ARCH_NAMES` for the tensor name table.
+        name_table: value of `gguf.MODEL_ARCH_NAMES` for the tensor name table.
+        key_table: key of transformers' `GGUF_CONFIG_MAPPING`.
         transform: undoes what llama.cpp's converter did to a tensor's values.
-        extra_config: config entries the shared mapping does not give.
+        made: parameters that are made from tensors of other names or shapes.
+        extra_config: config entries the shared table does not give.
         default_rope_theta: llama.cpp's, used when the file does not state one.
+        rotary: `full` (all of a head), `partial` (the part the file states) or `none`.
     """
 
     model_type: str
-    gguf_name: str
-    transform: Transform
-    extra_config: Callable[[GgufFile], dict[str, Any]] = lambda file: {}
+    name_table: str
+    key_table: str
+    transform: Transform = tensors.keep
+    made: tuple[Made, ...] = ()
+    extra_config: Callable[[ArchMetadata], dict[str, object]] = _nothing
     default_rope_theta: float = 10000.0
+    rotary: str = "full"
 
 
-def _keep(weights: np.ndarray, gguf_name: str, heads: HeadCounts) -> np.ndarray:
-    return weights
-
-
-def _unpermute_rope(weights: np.ndarray, gguf_name: str, heads: HeadCounts) -> np.ndarray:
-    """q and k rows from llama.cpp's interleaved rotary pairs back to HF's two halves."""
-    if ".attn_q." in gguf_name:
-        count = heads.num_attention_heads
-    elif ".attn_k." in gguf_name:
-        count = heads.num_key_value_heads
-    else:
-        return weights
-    half = weights.shape[0] // count // 2
-    pairs = weights.reshape(count, half, 2, *weights.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)
-
-
-def _norm_minus_one(weights: np.ndarray, gguf_name: str, heads: HeadCounts) -> np.ndarray:
-    """Gemma norms are stored as `1 + w`; HF's code adds the one itself."""
-    return weights - np.float32(1) if gguf_name.endswith("norm.weight") else weights
-
-
-def _llama_extra(file: GgufFile) -> dict[str, Any]:
+def _llama(meta: ArchMetadata) -> dict[str, object]:
     return {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in meta.file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in meta.file.tensors,
     }
 
 
-def _gemma2_extra(file: GgufFile) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    for key, name in (
-        ("attn_logit_softcapping", "attn_logit_softcapping"),
-        ("final_logit_softcapping", "final_logit_softcapping"),
-    ):
-        if (value := file.metadata.get(f"gemma2.{key}")) is not None:
-            extra[name] = value
-    return extra | _gemma_query_scale(file, layers_of_27b=46)
+def _mistral(meta: ArchMetadata) -> dict[str, object]:
+    return {"sliding_window": meta.get("attention.sliding_window")}
 
 
-def _gemma3_extra(file: GgufFile) -> dict[str, Any]:
-    return _gemma_query_scale(file, layers_of_27b=62)
+def _mixtral(meta: ArchMetadata) -> dict[str, object]:
+    return {
+        "num_local_experts": meta.get("expert_count"),
+        "num_experts_per_tok": meta.required("expert_used_count"),
+    }
 
 
-def _gemma_query_scale(file: GgufFile, layers_of_27b: int) -> dict[str, Any]:
+def _qwen2_moe(meta: ArchMetadata) -> dict[str, object]:
+    return {
+        "moe_intermediate_size": meta.required("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": meta.required("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,  # what llama.cpp computes; no key says so
+    }
+
+
+def _qwen3_moe(meta: ArchMetadata) -> dict[str, object]:
+    return {"moe_intermediate_size": meta.required("expert_feed_forward_length"), "norm_topk_prob": True}
+
+
+def _minimax_m2(meta: ArchMetadata) -> dict[str, object]:
+    meta.expect("expert_gating_func", 2, "sigmoid")
+    width = meta.required("expert_feed_forward_length")
+    meta.expect("feed_forward_length", width, "the experts' width, as no layer is dense")
+    return {"intermediate_size": width}
+
+
+def _gpt_oss(meta: ArchMetadata) -> dict[str, object]:
+    width = meta.get("expert_feed_forward_length", meta.get("feed_forward_length"))
+    return {"intermediate_size": width, "sliding_window": meta.required("attention.sliding_window")}
+
+
+def _gemma2(meta: ArchMetadata) -> dict[str, object]:
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = {name: meta.get(name) for name in names}
+    return {k: v for k, v in caps.items() if v is not None} | _gemma_query_scale(meta, layers_of_27b=46)
+
+
+def _gemma3(meta: ArchMetadata) -> dict[str, object]:
+    return _gemma_query_scale(meta, layers_of_27b=62)
+
+
+def _gemma_query_scale(meta: ArchMetadata, layers_of_27b: int) -> dict[str, object]:
     """The 27B models scale queries by hidden / heads, all others by head_dim; no key says so."""
-    arch = file.architecture
-    if file.metadata[f"{arch}.block_count"] == layers_of_27b:
-        width = file.metadata[f"{arch}.embedding_length"]
-        return {"query_pre_attn_scalar": width // file.metadata[f"{arch}.attention.head_count"]}
-    return {"query_pre_attn_scalar": file.metadata.get(f"{arch}.attention.key_length", 256)}
+    if meta.required("block_count") == layers_of_27b:
+        return {
+            "query_pre_attn_scalar": meta.required("embedding_length")
+            // meta.required("attention.head_count")
+        }
+    return {"query_pre_attn_scalar": meta.get("attention.key_length", 256)}
 
 
-def _phi3_extra(file: GgufFile) -> dict[str, Any]:
-    window = file.metadata.get("phi3.attention.sliding_window")
-    return {"sliding_window": window or None, "pad_token_id": None}
+def _phi3(meta: ArchMetadata) -> dict[str, object]:
+    return {"sliding_window": meta.get("attention.sliding_window") or None, "pad_token_id": None}
 
+
+def _falcon(meta: ArchMetadata) -> dict[str, object]:
+    """Which of the three decoders it is shows in its tensors and heads; llama.cpp knows parallel ones only."""
+    two_norms = "blk.0.attn_norm_2.weight" in meta.file.tensors
+    kv_heads = meta.get("attention.head_count_kv", 1)
+    new = two_norms or kv_heads > 1
+    return {
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": (2 if two_norms else 1) if new else None,
+        "multi_query": kv_heads == 1,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": meta.get("feed_forward_length"),
+        "bias": "blk.0.attn_qkv.bias" in meta.file.tensors,
+        "alibi": False,
+        "parallel_attn": True,
+    }
+
+
+def _bloom(meta: ArchMetadata) -> dict[str, object]:
+    """HF has a fixed width of the MLP and no limit of positions."""
+    meta.expect("feed_forward_length", 4 * meta.required("embedding_length"), "four times the width")
+    meta.expect("attention.head_count_kv", meta.required("attention.head_count"), "one for each head")
+    meta.ignore("context_length", "ALiBi has no last position")
+    return {}
+
+
+def _gpt2(meta: ArchMetadata) -> dict[str, object]:
+    meta.expect("attention.head_count_kv", meta.required("attention.head_count"), "one for each head")
+    return {"n_positions": meta.required("context_length"), "n_inner": meta.required("feed_forward_length")}
+
+
+def _stablelm(meta: ArchMetadata) -> dict[str, object]:
+    parallel = "blk.0.ffn_norm.weight" not in meta.file.tensors
+    meta.expect("use_parallel_residual", parallel, "whether ffn_norm is missing")
+    return {
+        "use_qkv_bias": "blk.0.attn_q.bias" in meta.file.tensors,
+        "use_parallel_residual": parallel,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in meta.file.tensors,
+    }
+
+
+def _starcoder2(meta: ArchMetadata) -> dict[str, object]:
+    return {"use_bias": "blk.0.attn_q.bias" in meta.file.tensors}
+
+
+def _nemotron(meta: ArchMetadata) -> dict[str, object]:
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in meta.file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in meta.file.tensors,
+    }
+
+
+_UNPERMUTED, _LESS_ONE = tensors.unpermute_rope, tensors.norm_minus_one
 
 FAMILIES: dict[str, GgufFamily] = {
-    "llama": GgufFamily("llama", "llama", _unpermute_rope, _llama_extra),
-    "mistral": GgufFamily("mistral", "llama", _unpermute_rope),
-    "qwen2": GgufFamily("qwen2", "qwen2", _keep),
-    "qwen3": GgufFamily("qwen3", "qwen3", _keep),
-    "gemma2": GgufFamily("gemma2", "gemma2", _norm_minus_one, _gemma2_extra),
-    "gemma3": GgufFamily("gemma3_text", "gemma3", _norm_minus_one, _gemma3_extra, 1_000_000.0),
-    "phi3": GgufFamily("phi3", "phi3", _keep, _phi3_extra),
+    "llama": GgufFamily("llama", "llama", "llama", _UNPERMUTED, extra_config=_llama),
+    "mistral": GgufFamily("mistral", "llama", "mistral", _UNPERMUTED, extra_config=_mistral),
+    "qwen2": GgufFamily("qwen2", "qwen2", "qwen2"),
+    "qwen2moe": GgufFamily(
+        "qwen2_moe", "qwen2moe", "qwen2_moe", made=tensors.SHARED_EXPERTS, extra_config=_qwen2_moe
+    ),
+    "qwen3": GgufFamily("qwen3", "qwen3", "qwen3"),
+    "qwen3moe": GgufFamily(
+        "qwen3_moe", "qwen3moe", "qwen3_moe", made=tensors.EXPERTS, extra_config=_qwen3_moe
+    ),
+    "gemma2": GgufFamily("gemma2", "gemma2", "gemma2", _LESS_ONE, extra_config=_gemma2),
+    "gemma3": GgufFamily(
+        "gemma3_text", "gemma3", "gemma3", _LESS_ONE, extra_config=_gemma3, default_rope_theta=1_000_000.0
+    ),
+    "phi3": GgufFamily("phi3", "phi3", "phi3", extra_config=_phi3, rotary="partial"),
+    "gpt-oss": GgufFamily(
+        "gpt_oss", "gpt-oss", "gpt_oss", made=tensors.GPT_OSS_EXPERTS, extra_config=_gpt_oss
+    ),
+    "minimax-m2": GgufFamily(
+        "minimax_m2",
+        "minimax-m2",
+        "minimax_m2",
+        made=tensors.BIASED_EXPERTS,
+        extra_config=_minimax_m2,
+        rotary="partial",
+    ),
+    "falcon": GgufFamily("falcon", "falcon", "falcon", tensors.regroup_falcon, extra_config=_falcon),
+    "bloom": GgufFamily(
+        "bloom", "bloom", "bloom", tensors.interleave_bloom, extra_config=_bloom, rotary="none"
+    ),
+    "stablelm": GgufFamily(
+        "stablelm",
+        "stablelm",
+        "stablelm",
+        made=tensors.HEAD_NORMS,
+        extra_config=_stablelm,
+        rotary="partial",
+    ),
+    "gpt2": GgufFamily(
+        "gpt2", "gpt2", "gpt2", made=tensors.CONV1D, extra_config=_gpt2, rotary="none"
+    ),
+    "starcoder2": GgufFamily("starcoder2", "starcoder2", "starcoder2", extra_config=_starcoder2),
+    "nemotron": GgufFamily(
+        "nemotron", "nemotron", "nemotron", _LESS_ONE, extra_config=_nemotron, rotary="partial"
+    ),
+}  # fmt: skip
+
+#: Files of architecture `llama` with experts.
+MIXTRAL = GgufFamily(
+    "mixtral", "llama", "llama", _UNPERMUTED, made=tensors.EXPERTS, extra_config=_mixtral
+)  # fmt: skip
+
+#: Architectures that transformers reads from GGUF files and that cannot be built, with the reason.
+REFUSED: Mapping[str, str] = {
+    "deci": "its layers differ in heads and width",
+    "gemma4": "the heads of its layers differ in size, so their caches differ in shape",
+    "lfm2": "it keeps a convolution's state; only models whose state is a KV cache are supported",
+    "mamba": "it keeps a recurrent state; only models whose state is a KV cache are supported",
+    "qwen35": "it keeps a recurrent state in layers of linear attention; all layers need a KV cache",
+    "qwen35moe": "it keeps a recurrent state in layers of linear attention; all layers need a KV cache",
+    "t5": "it is an encoder-decoder; only decoder-only models are supported",
+    "t5encoder": "it is an encoder; only decoder-only models are supported",
+    "umt5": "it is an encoder-decoder; only decoder-only models are supported",
 }
 
 # GGUF tensors that no HF parameter holds; everything else without a counterpart is an error.
@@ -123,7 +236,12 @@ CONFIG_TENSORS = {"rope_freqs.weight": "read into rope_parameters"}
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """The family of a file, or UnsupportedError naming what is supported."""
+    """The family of a file, or UnsupportedError naming why not, or what is supported."""
+    if file.architecture in REFUSED:
+        raise UnsupportedError(
+            f"{file.path} has GGUF architecture {file.architecture!r}, which cannot be built: "
+            f"{REFUSED[file.architecture]}"
+        )
     family = FAMILIES.get(file.architecture)
     if family is None:
         raise UnsupportedError(
@@ -131,112 +249,6 @@ def family_of(file: GgufFile) -> GgufFamily:
             f"supported are {', '.join(sorted(FAMILIES))}",
             hint=AS_HF,
         )
+    if family.model_type == "llama" and file.metadata.get("llama.expert_count"):
+        return MIXTRAL
     return family
-
-
-def config_values(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
-    """Keyword arguments for the HF config class.
-
-    Errors: UsageError listing metadata keys the file lacks; UnsupportedError for rope scaling
-    that cannot be expressed.
-    """
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    arch = file.architecture
-    values: dict[str, Any] = {}
-    for key, name in GGUF_CONFIG_MAPPING[arch].items():
-        if name not in (None, -1, "rope_theta") and f"{arch}.{key}" in file.metadata:
-            values[name] = file.metadata[f"{arch}.{key}"]
-    for key, name in GGUF_CONFIG_MAPPING["tokenizer"].items():
-        if f"tokenizer.{key}" in file.metadata:
-            values[name] = file.metadata[f"tokenizer.{key}"]
-    if (head_dim := file.metadata.get(f"{arch}.attention.key_length")) is not None:
-        values["head_dim"] = head_dim
-        if file.metadata.get(f"{arch}.attention.value_length", head_dim) != head_dim:
-            raise UnsupportedError(f"{file.path}: value heads of another size than key heads", hint=AS_HF)
-    values.setdefault("vocab_size", len(file.metadata.get("tokenizer.ggml.tokens", ())))
-    values |= family.extra_config(file)
-    values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    needed = ("max_position_embeddings", "num_hidden_layers", "intermediate_size", "hidden_size",
-              "num_attention_heads", "rms_norm_eps", "vocab_size")  # fmt: skip
-    if missing := [name for name in needed if not values.get(name)]:
-        keys = {name: key for key, name in GGUF_CONFIG_MAPPING[arch].items()}
-        raise UsageError(
-            f"{file.path} lacks metadata: {', '.join(f'{arch}.{keys[name]} ({name})' for name in missing)}"
-        )
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    if any(
-        isinstance(values[n], list)
-        for n in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
-    ):
-        raise UnsupportedError(f"{file.path}: layers differ in head count or width", hint=AS_HF)
-    rope = _rope_parameters(file, family, head_dim)
-    if family.model_type == "gemma3_text":  # the scaling is of the global layers only
-        local = {
-            "rope_type": "default",
-            "rope_theta": file.metadata.get("gemma3.rope.local.freq_base", 10000.0),
-        }
-        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-    else:
-        values["rope_parameters"] = rope
-    return values
-
-
-def _rope_parameters(file: GgufFile, family: GgufFamily, head_dim: int) -> dict[str, Any]:
-    arch, meta = file.architecture, file.metadata
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": meta.get(f"{arch}.rope.freq_base", family.default_rope_theta),
-    }
-    if longrope := [name for name in file.tensors if name.startswith("rope_factors_")]:
-        raise UnsupportedError(
-            f"{file.path}: LongRoPE factors ({', '.join(longrope)}) cannot be taken from a GGUF file",
-            hint=AS_HF,
-        )
-    kind = meta.get(f"{arch}.rope.scaling.type", "none")
-    factor = meta.get(f"{arch}.rope.scaling.factor", meta.get(f"{arch}.rope.scale_linear", 0.0))
-    if kind == "linear" or (kind == "none" and factor not in (0.0, 1.0)):
-        return rope | {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        original = meta.get(f"{arch}.rope.scaling.original_context_length")
-        if original is None:
-            raise UnsupportedError(f"{file.path}: YaRN scaling without original_context_length", hint=AS_HF)
-        return rope | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    if kind != "none":
-        raise UnsupportedError(
-            f"{file.path}: rope scaling {kind!r}; supported are none, linear, yarn", hint=AS_HF
-        )
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, rope, head_dim)
-    return rope
-
-
-def _llama3_scaling(file: GgufFile, rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """The `llama3` parameters behind the per-frequency divisors llama.cpp stores.
-
-    The file has only the result. All published models use low 1, high 4, original 8192, so these
-    are put in and must reproduce the stored divisors; otherwise the file is refused.
-    """
-    stored = file.dequantize("rope_freqs.weight").reshape(-1)
-    low, high, original, factor = 1.0, 4.0, 8192, float(stored.max())
-    wavelength = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (original / wavelength - low) / (high - low)
-    with np.errstate(divide="ignore"):
-        middle = 1 / ((1 - smooth) / factor + smooth)
-    expected = np.where(
-        wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, middle)
-    )
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
-        raise UnsupportedError(
-            f"{file.path}: rope_freqs.weight is not llama3 rope scaling "
-            "with low 1, high 4, original length 8192",
-            hint=AS_HF,
-        )
-    return rope | {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }

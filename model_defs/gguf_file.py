@@ -7,6 +7,7 @@ minute for a 50k vocabulary and transformers' raises bare parser errors on damag
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
@@ -73,6 +74,17 @@ class GgufFile:
         num_rows = math.prod(tensor.shape[:-1])
         rows = data.view(np.ndarray).reshape(num_rows // math.gcd(num_rows, _JOINED_ROWS), -1)
         return np.ascontiguousarray(dequantize(rows, tensor.type), dtype=np.float32).reshape(tensor.shape)
+
+
+@functools.cache
+def can_dequantize(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package turns blocks of this type into values."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -192,6 +204,9 @@ def _place_tensors(
             unknown.append(f"  tensor {name!r} has ggml type {type_id}")
             continue
         kind = GGMLQuantizationType(type_id)
+        if not can_dequantize(kind):
+            unknown.append(f"  tensor {name!r} has type {kind.name}, which the gguf package cannot dequantize")
+            continue
         block, block_bytes = GGML_QUANT_SIZES[kind]
         elements = math.prod(shape)
         if shape and shape[-1] % block:
@@ -211,6 +226,7 @@ def _place_tensors(
         raise UsageError(f"{path} cannot be used:\n" + "\n".join(problems), hint=_DOWNLOAD)
     if unknown:
         raise UnsupportedError(
-            f"{path} has tensors of unknown types:\n" + "\n".join(unknown), hint="update the gguf package"
+            f"{path} has tensors of types that cannot be read:\n" + "\n".join(unknown),
+            hint="update the gguf package, or use another quantization of the model",
         )
     return tensors

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tapeout.model_defs.gguf_checkpoint import GgufCheckpoint
-from tapeout.model_defs.gguf_families import CONFIG_TENSORS, GgufFamily, config_values, family_of
+from tapeout.model_defs.gguf_config import config_values, head_counts
+from tapeout.model_defs.gguf_families import CONFIG_TENSORS, GgufFamily, family_of
 from tapeout.model_defs.gguf_file import GgufFile, read_gguf
+from tapeout.model_defs.gguf_tensors import HeadCounts
 from tapeout.model_defs.gguf_tokenizer import load_gguf_tokenizer
-from tapeout.model_defs.source import ModelSource
+from tapeout.model_defs.source import ModelSource, TensorInfo
 from tapeout.model_defs.tokenizer import NO_TOKENIZER, tokenizer_parts
+from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UsageError
 
 
@@ -24,9 +28,11 @@ def open_gguf(path: Path) -> ModelSource:
 
     file = read_gguf(path)
     family = family_of(file)
-    config = CONFIG_MAPPING[family.model_type](**config_values(file, family))
+    kind = CONFIG_MAPPING[family.model_type]
+    config = kind(**config_values(file, family, kind))
     config.architectures = [_causal_lm_name(config)]
-    checkpoint = GgufCheckpoint(file, _name_map(file, family, config), family, config)
+    names, recipes = _places(file, family, config)
+    checkpoint = GgufCheckpoint(file, names, family, HeadCounts(*head_counts(file)))
     tokenizer = load_gguf_tokenizer(file)
     parts = tokenizer_parts(tokenizer) if tokenizer is not None else NO_TOKENIZER
     if parts.vocab_size > config.vocab_size:
@@ -48,6 +54,7 @@ def open_gguf(path: Path) -> ModelSource:
         trust_remote_code=False,
         hf_path=str(path),
         files=(path,),
+        recipes=recipes,
     )
 
 
@@ -67,33 +74,65 @@ def _causal_lm_name(config: Any) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
 
 
-def _name_map(file: GgufFile, family: GgufFamily, config: Any) -> dict[str, str]:
-    """GGUF name by HF name for every parameter of the model; both sides must be used up.
+def _places(
+    file: GgufFile, family: GgufFamily, config: Any
+) -> tuple[dict[str, str], dict[str, WeightRef]]:
+    """GGUF name by checkpoint name, and recipes of the parameters that are made from such tensors.
 
-    HF's names come from the model itself on the meta device, so no name is guessed.
+    Both sides must be used up. HF's names come from the model itself on the meta device, so no name is
+    guessed.
     """
     import torch
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import AutoModelForCausalLM
 
-    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == family.gguf_name)
+    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == family.name_table)
     table = get_tensor_name_map(arch, config.num_hidden_layers)
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).state_dict()
     names: dict[str, str] = {}
+    recipes: dict[str, WeightRef] = {}
     missing: list[str] = []
     for hf_name in parameters:
-        stem, suffix = hf_name.rsplit(".", 1)
-        gguf_name = f"{table.get_name(stem)}.{suffix}"
-        if gguf_name in file.tensors:
-            names[hf_name] = gguf_name
-        elif not (hf_name == "lm_head.weight" and config.tie_word_embeddings):
-            missing.append(f"  missing: {gguf_name} ({hf_name})")
+        made, parts = _rule(family, hf_name)
+        gguf_names = parts if made else (_gguf_name(table, hf_name),)
+        absent = [name for name in gguf_names if name not in file.tensors]
+        if hf_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if absent:
+            missing += [f"  missing: {name} ({hf_name})" for name in absent]
+        elif made:
+            names |= {name: name for name in gguf_names}
+            recipes[hf_name] = made([_float32(file, name) for name in gguf_names])
+        else:
+            names[hf_name] = gguf_names[0]
     unused = sorted(file.tensors.keys() - set(names.values()) - CONFIG_TENSORS.keys())
     if missing or unused:
-        lines = missing + [f"  not known to {config.model_type}: {name}" for name in unused]
+        lines = [*dict.fromkeys(missing), *(f"  not known to {config.model_type}: {name}" for name in unused)]
         raise UsageError(
             f"{file.path}: its tensors do not match architecture {file.architecture!r}:\n" + "\n".join(lines),
             hint="the file is incomplete or from a converter this architecture's table does not cover",
         )
-    return names
+    return names, recipes
+
+
+def _rule(
+    family: GgufFamily, hf_name: str
+) -> tuple[Callable[[list[WeightRef]], WeightRef] | None, tuple[str, ...]]:
+    """How a parameter is made and from which GGUF tensors; None for one that is a tensor as it is."""
+    for rule in family.made:
+        if (found := rule.match(hf_name)) is not None:
+            parts, numbers = found
+            return lambda refs: rule.build(refs, numbers), parts
+    return None, ()
+
+
+def _gguf_name(table: Any, hf_name: str) -> str:
+    """By the gguf package's table; BLOOM's names stand there without the model's prefix."""
+    short = hf_name.removeprefix("transformer.")
+    found = (table.get_name(name, try_suffixes=(".weight", ".bias")) for name in (hf_name, short))
+    return next((name for name in found if name is not None), f"? for {hf_name}")
+
+
+def _float32(file: GgufFile, name: str) -> WeightRef:
+    return WeightRef.of(TensorInfo(name, "float32", file.tensors[name].shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from tapeout.model_defs.weights import WeightRef
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class ModelSource:
         trust_remote_code: whether code from the model folder may run.
         hf_path: directory or GGUF file HF can load from, for parity.
         raw_config: config.json as it is; empty where there is none (GGUF).
+        recipes: parameters made from tensors of other names or shapes, where transformers' own conversion
+            tables do not say how (GGUF).
         files: what the model is read from, or would be if it were there: nothing may overwrite it.
     """
 
@@ -76,3 +81,10 @@ class ModelSource:
     hf_path: str
     files: tuple[Path, ...] = ()
     raw_config: Mapping[str, Any] = field(default_factory=dict)
+    recipes: Mapping[str, WeightRef] = field(default_factory=dict)
+
+    @property
+    def stored_types(self) -> dict[str, int]:
+        """How many of the checkpoint's tensors are stored in each type, the commonest first."""
+        types = Counter(info.dtype for info in self.checkpoint.stored.values())
+        return dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))

@@ -57,6 +57,7 @@ class ModelFacts:
     vocab_size: int  # logit width
     max_position_embeddings: int
     checkpoint: str  # what it came from: format and digest of config and weights, no path
+    stored_types: Mapping[str, int] = field(default_factory=dict)  # its tensors by type (`Q4_K`, `bfloat16`)
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,31 @@ def test_a_gguf_file(
     assert stored["dtype"] == ("F32" if quantize is None else quantize.name)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "arch", "sizes", "parts"),
+    [
+        (
+            "gpt_oss",
+            "gpt-oss",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+            {"blk.0.ffn_gate_exps.weight": "Q8_0", "blk.1.attn_sinks.weight": "F32"},
+        ),
+        ("gpt2", "gpt2", {}, {"blk.0.attn_qkv.weight": "Q8_0"}),
+    ],
+)  # fmt: skip
+def test_parameters_made_from_other_tensors_of_a_gguf_file(
+    round_trip: Callable[..., str], models: ModuleType, gguf_writer: ModuleType, tmp_path: Path,
+    model_type: str, arch: str, sizes: dict[str, Any], parts: dict[str, str],
+) -> None:  # fmt: skip
+    folder = models.make_tiny(model_type, tmp_path / "hf", **sizes)
+    path = tmp_path / "model.gguf"
+    metadata = {"gpt-oss.attention.sliding_window": 16} if arch == "gpt-oss" else {}
+    gguf_writer.write_gguf(folder, path, arch=arch, quantize=Q8_0, metadata=metadata)
+    recipes = json.loads(round_trip(path))
+    assert {name: recipes["tensors"][name]["dtype"] for name in parts} == parts
+
+
 def test_a_hub_id_in_the_cache(
     round_trip: Callable[..., str], models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import gguf
+import gguf.quants
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
-from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
 from tapeout.model_defs import open_model
+from tapeout.model_defs.gguf_families import FAMILIES as BUILT
+from tapeout.model_defs.gguf_families import REFUSED
+from tapeout.model_defs.gguf_file import can_dequantize, read_gguf
+from tapeout.model_defs.weights import run_recipe
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 SMOLLM2_CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3}
@@ -22,7 +29,10 @@ SMOLLM2_CONFIG = {"num_attention_heads": 9, "num_key_value_heads": 3}
 def logits_of(source, ids):
     """Logits of HF's model filled with the source's tensors."""
     model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32).eval()
-    state = {n: torch.from_numpy(source.checkpoint.read(n)) for n in source.checkpoint.tensors}
+    read = source.checkpoint.read
+    parts = {name for ref in source.recipes.values() for name in ref.source_names()}
+    state = {n: torch.from_numpy(read(n)) for n in source.checkpoint.tensors if n not in parts}
+    state |= {n: torch.from_numpy(run_recipe(ref, read)) for n, ref in source.recipes.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
@@ -91,11 +101,25 @@ def _hf_state(path: Path):
     return load_gguf_state_dict(_hf_header(path))
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+}  # fmt: skip
+
+GGML = gguf.GGMLQuantizationType
+DEQUANTIZABLE = [GGML.F32, GGML.F16, *gguf.quants._type_traits]
+
+# HF's model type, GGUF architecture, metadata beside the sizes, what the HF config sets.
 FAMILIES = [
     ("llama", "llama", {"llama.rope.freq_base": 10000.0}, {}),
     ("llama", "llama", {"llama.rope.freq_base": 10000.0}, {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", "mistral", {"mistral.rope.freq_base": 10000.0}, {"head_dim": 32}),
+    ("mixtral", "llama", {}, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     ("qwen2", "qwen2", {"qwen2.rope.freq_base": 10000.0}, {}),
+    ("qwen2_moe", "qwen2moe", {}, {**EXPERTS, "shared_expert_intermediate_size": 48}),
     ("qwen3", "qwen3", {"qwen3.rope.freq_base": 10000.0}, {"tie_word_embeddings": True}),
+    ("qwen3_moe", "qwen3moe", {}, {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
     ("gemma2", "gemma2", {"gemma2.attention.sliding_window": 16}, {"query_pre_attn_scalar": 16}),
     (
         "gemma3_text",
@@ -103,7 +127,55 @@ FAMILIES = [
         {"gemma3.attention.sliding_window": 16},
         {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2},
     ),
+    (
+        "gemma3_text",
+        "gemma3",
+        {"gemma3.attention.sliding_window": 16, "gemma3.attention.sliding_window_pattern": 2},
+        {"query_pre_attn_scalar": 16},
+    ),
     ("phi3", "phi3", {"phi3.rope.freq_base": 10000.0}, {}),
+    ("phi3", "phi3", {"phi3.attention.sliding_window": 16}, {"sliding_window": 16}),
+    (
+        "gpt_oss",
+        "gpt-oss",
+        {
+            "gpt-oss.attention.sliding_window": 16,
+            "gpt-oss.rope.freq_base": 150000.0,
+            "gpt-oss.rope.scaling.type": "yarn",
+            "gpt-oss.rope.scaling.factor": 8.0,
+            "gpt-oss.rope.scaling.original_context_length": 64,
+        },
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": YARN},
+    ),
+    (
+        "minimax_m2",
+        "minimax-m2",
+        {
+            "minimax-m2.rope.freq_base": 5000000.0,
+            "minimax-m2.expert_gating_func": 2,
+            "minimax-m2.expert_feed_forward_length": 96,
+        },
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    ("falcon", "falcon", {}, {}),
+    ("falcon", "falcon", {}, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    (
+        "falcon",
+        "falcon",
+        {},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    ("bloom", "bloom", {}, {}),
+    ("stablelm", "stablelm", {"stablelm.use_parallel_residual": False}, {"partial_rotary_factor": 0.5}),
+    (
+        "stablelm",
+        "stablelm",
+        {"stablelm.use_parallel_residual": True},
+        {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    ("gpt2", "gpt2", {}, {}),
+    ("starcoder2", "starcoder2", {"starcoder2.rope.freq_base": 100000.0}, {"rope_theta": 100000.0}),
+    ("nemotron", "nemotron", {"nemotron.rope.freq_base": 10000.0}, {"partial_rotary_factor": 0.5}),
 ]
 
 
@@ -123,6 +195,70 @@ def test_a_converted_model_computes_what_the_original_does(
     original = open_model(str(folder))
     assert source.chat_template == original.chat_template
     assert source.special_tokens["bos_token"] == original.special_tokens["bos_token"]
+
+
+# What transformers' own loader makes of these files: nothing, or other values than the model it came from has.
+HF_FAILS = {"mistral": NotImplementedError, "mixtral": NotImplementedError, "gpt_oss": TypeError}
+HF_LEAVES = (
+    (r"self_attn\.[qk]_layernorm\.norms\.\d+\.weight", "norms of heads stay random"),
+    (r"self_attention\.query_key_value\.weight", "rows of grouped kv heads stay in llama.cpp's order"),
+)
+
+
+@pytest.mark.parametrize(("model_type", "arch", "metadata", "overrides"), FAMILIES)
+def test_tensors_and_config_equal_transformers_reading_of_the_same_file(
+    models, write_gguf, tmp_path, model_type, arch, metadata, overrides
+):
+    folder = models.make_tiny(model_type, tmp_path / "hf", **overrides)
+    path = write_gguf(folder, tmp_path / "model.gguf", arch=arch, metadata=metadata)
+    source = open_model(str(path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(source.config)
+    if model_type in HF_FAILS:  # the test above has the model it came from as its measure
+        with pytest.raises(HF_FAILS[model_type]):
+            load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+        return
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    read, parts = source.checkpoint.read, {n for r in source.recipes.values() for n in r.source_names()}
+    ours = {n: read(n) for n in source.checkpoint.tensors if n not in parts}
+    ours |= {n: run_recipe(ref, read) for n, ref in source.recipes.items()}
+    assert theirs["tensors"].keys() <= ours.keys()
+    different = {
+        name
+        for name, values in ours.items()
+        if name not in theirs["tensors"] or not np.array_equal(theirs["tensors"][name].numpy(), values)
+    }
+    grouped = source.config.to_dict().get("new_decoder_architecture") or "norms" in "".join(ours)
+    known = {n for n in ours for pattern, _ in HF_LEAVES if re.search(pattern, n)} if grouped else set()
+    assert different == known
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
+        assert getattr(source.config, key, None) == theirs["config"].get(key, getattr(source.config, key, None))
+
+
+@pytest.mark.parametrize("kind", DEQUANTIZABLE, ids=lambda kind: kind.name)
+def test_every_tensor_type_gives_the_values_of_the_gguf_package(kind, tmp_path):
+    """Random blocks: all bit patterns, not only those a quantizer writes."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(int(kind))
+    rows = 3 * 32 + 5
+    blocks = random.integers(0, 256, (rows, 2 * block_bytes), dtype=np.uint8)
+    if kind in (GGML.F32, GGML.F16, GGML.BF16):  # no NaN: they would not be equal to themselves
+        plain = {GGML.F32: np.float32, GGML.F16: np.float16}.get(kind, ml_dtypes.bfloat16)
+        blocks = random.normal(size=(rows, 2 * block)).astype(plain).view(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("t", blocks, raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    file = read_gguf(tmp_path / "m.gguf")
+    assert file.tensors["t"].type == kind
+    assert file.tensors["t"].shape == (rows, 2 * block)
+    with np.errstate(all="ignore"):
+        want = gguf.dequantize(blocks, kind)
+        got = file.dequantize("t")
+    assert got.dtype == np.float32
+    assert np.unique(got).size > 8
+    assert np.array_equal(got, want.astype(np.float32), equal_nan=True)
 
 
 def test_llama3_scaling_is_recovered_from_its_divisors(models, write_gguf, tmp_path):
@@ -165,6 +301,22 @@ def test_rope_scaling_keys_are_not_dropped(models, write_gguf, tmp_path):
         open_model(str(odd))
 
 
+def test_every_architecture_transformers_reads_is_built_or_refused_by_name():
+    from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    theirs = {*GGUF_SUPPORTED_ARCHITECTURES, *GGUF_ARCHS, *GGUF_CONFIG_ARCHS} - {"general", "tokenizer"}
+    spelled = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+               "minimax_m2": "minimax-m2"}  # fmt: skip
+    assert {spelled.get(name, name) for name in theirs} <= BUILT.keys() | REFUSED.keys()
+    assert not BUILT.keys() & REFUSED.keys()
+    assert {arch for _, arch, _, _ in FAMILIES} == BUILT.keys()
+
+
+def test_types_the_gguf_package_cannot_dequantize():
+    assert {kind for kind in GGML if can_dequantize(kind)} == set(DEQUANTIZABLE)
+
+
 class TestDamage:
     def test_missing_and_unknown_tensors_are_all_named(self, llama, write_gguf, tmp_path):
         path = write_gguf(
@@ -184,6 +336,39 @@ class TestDamage:
         # the same length, so that the file stays consistent
         path.write_bytes(path.read_bytes().replace(b"llama", b"lluma"))
         with pytest.raises(UnsupportedError, match=r"'lluma'.*qwen3"):
+            open_model(str(path))
+
+    @pytest.mark.parametrize("arch", sorted(REFUSED))
+    def test_an_architecture_that_cannot_be_built_is_refused_with_the_reason(self, tmp_path, arch):
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
+        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            write()
+        writer.close()
+        with pytest.raises(UnsupportedError, match=rf"architecture '{arch}', which cannot be built: "):
+            open_model(str(tmp_path / "m.gguf"))
+
+    def test_a_tensor_type_that_cannot_be_dequantized_is_refused_before_anything_else(
+        self, llama, write_gguf, tmp_path
+    ):
+        path = write_gguf(
+            llama, tmp_path / "m.gguf", arch="llama", extra={"blk.0.odd.weight": np.zeros(32, np.int8)}
+        )
+        with pytest.raises(UnsupportedError, match=r"'blk\.0\.odd\.weight' has type I8.*cannot dequantize"):
+            open_model(str(path))
+
+    def test_a_key_that_nothing_reads_is_refused(self, llama, write_gguf, tmp_path):
+        metadata = {"llama.attention.scale": 0.5, "llama.logit_scale": 2.0}
+        path = write_gguf(llama, tmp_path / "m.gguf", arch="llama", metadata=metadata)
+        with pytest.raises(UnsupportedError) as error:
+            open_model(str(path))
+        assert "llama.attention.scale = 0.5" in error.value.message
+        assert "llama.logit_scale = 2.0" in error.value.message
+
+    def test_a_value_that_only_one_model_can_have(self, models, write_gguf, tmp_path):
+        folder = models.make_tiny("stablelm", tmp_path / "hf")
+        metadata = {"stablelm.use_parallel_residual": True}
+        path = write_gguf(folder, tmp_path / "m.gguf", arch="stablelm", metadata=metadata)
+        with pytest.raises(UnsupportedError, match="use_parallel_residual is True, only False"):
             open_model(str(path))
 
     def test_unknown_pre_tokenizer(self, llama, write_gguf, tmp_path):
