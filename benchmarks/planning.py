@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--name", default="planning", help="of the record")
     args = parser.parse_args()
-    rows = []
+    rows, conditions = [], record.conditions(threads=1)  # of the code that is loaded now
     for running in map(int, args.sizes.split(",")):
         for waiting in map(int, args.waiting.split(",")):
             calibration = record.calibration_us()
@@ -214,7 +214,7 @@ def main() -> None:
         {
             "what": "scheduling of a step in us of CPU time: admission, plan, room, pages",
             "budget_us": {"256": 300, "2048": 1000},
-            "conditions": record.conditions(threads=1),
+            "conditions": conditions,
             "settings": {"rounds": args.rounds, "steps": STEPS, "tokens_per_page": PER_PAGE},
             "rows": rows,
         },

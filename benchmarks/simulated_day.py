@@ -94,7 +94,7 @@ def run(workload: Path, policy: str, trace: Path | None = None) -> dict[str, Any
 
 
 def _watch(pid: int, start: float, curve: list[list[float]]) -> None:
-    """Notes seconds, resident MiB and the most so far of a process whenever they have changed, until it ends."""
+    """Notes seconds, resident MiB and the most so far of a process whenever they change, until it ends."""
     status = Path(f"/proc/{pid}/status")
     while True:
         time.sleep(_WATCH_SECONDS)
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="run every size with a trace, too")
     parser.add_argument("--name", default="simulated_day", help="of the record")
     args = parser.parse_args()
-    runs = []
+    runs, conditions = [], record.conditions(threads=1)  # of the code that is loaded now
     with tempfile.TemporaryDirectory() as folder:
         for requests in map(int, args.requests.split(",")):
             workload = Path(folder) / "day.jsonl"
@@ -133,7 +133,7 @@ def main() -> None:
         args.name,
         {
             "what": "a day of 100 ms steps simulated by `tapeout simulate --summary`",
-            "conditions": record.conditions(threads=1),
+            "conditions": conditions,
             "settings": {"policy": args.policy, **OPTIONS},
             "runs": runs,
         },
