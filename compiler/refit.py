@@ -144,6 +144,7 @@ def _staged(
         source_digest=digest,
         shared=old.weights.get("storage") == "shared",
         launches=engine.launches,
+        segments={name: engine.segment(name) for name in engine.segment_names},
         progress=progress,
         weight_facts={"refit": {"built_from": _origin(old), "engine": engine.digest}},
     ) as staged:

@@ -102,6 +102,19 @@ def test_the_same_cache_gives_the_same_engine(built: Path) -> None:
     assert all(s["plan_bytes"] > s["onnx_bytes"] > 0 and s["seconds"] > 0 for s in report["segments"])
 
 
+def test_a_fine_tune_keeps_the_segments(built: Path, models: ModuleType, tmp_path: Path) -> None:
+    tuned = models.make_tiny("qwen3", tmp_path / "tuned", seed=1)
+    refitted = tmp_path / "refitted.engine"
+    first = str(built / "first.engine")
+    result = CliRunner().invoke(cli, ["refit", first, "--weights", str(tuned), "-o", str(refitted)])
+    assert result.exit_code == 0, result.output
+    with open_engine(built / "first.engine") as before, open_engine(refitted) as after:
+        names = before.segment_names
+        assert names
+        assert [after.segment(n) for n in after.segment_names] == [before.segment(n) for n in names]
+        assert after.digest != before.digest
+
+
 def test_a_flipped_byte_of_a_segment_is_seen(built: Path, tmp_path: Path) -> None:
     data = bytearray((built / "first.engine").read_bytes())
     with open_engine(built / "first.engine") as engine:
