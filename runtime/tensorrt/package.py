@@ -107,7 +107,8 @@ def load(name: str) -> Package:
 
 
 def _can_import(module: str) -> bool:
-    """Is there such a module? Nothing is imported."""
+    """Is there such a module? Nothing is imported. A folder of that name on the path is none."""
     if module in sys.modules:
         return sys.modules[module] is not None
-    return importlib.util.find_spec(module) is not None
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

@@ -77,6 +77,14 @@ def test_libraries_that_do_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "install it again" in str(told.value.hint)
 
 
+def test_a_folder_of_that_name_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python would import it as a namespace."""
+    (tmp_path / "tensorrt").mkdir()
+    monkeypatch.delitem(sys.modules, "tensorrt")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert installed_version(FULL) is None
+
+
 def test_asking_for_a_version_imports_nothing() -> None:
     code = (
         "import sys; from tapeout.runtime.tensorrt.package import installed_version, RTX; "
