@@ -111,7 +111,9 @@ UNUSED_ON_PURPOSE = {
     "setuptools": "imported by setup.py",
     "safetensors": "read by transformers",
 }
-IMPORT_NAMES = {"pyyaml": "yaml", "cuda-bindings": "cuda.bindings"}
+IMPORT_NAMES = {
+    "pyyaml": "yaml", "cuda-bindings": "cuda.bindings", "check-jsonschema": "check_jsonschema"
+}  # fmt: skip
 
 
 def test_every_dependency_is_used(repo: Path) -> None:
@@ -122,7 +124,11 @@ def test_every_dependency_is_used(repo: Path) -> None:
     unused = {
         name
         for name in names - UNUSED_ON_PURPOSE.keys()
-        if not re.search(rf"^\s*(import|from) {IMPORT_NAMES.get(name, name)}\b|-m\W+{name}", sources, re.M)
+        if not re.search(
+            rf"^\s*(import|from) {IMPORT_NAMES.get(name, name)}\b|-m\W+{IMPORT_NAMES.get(name, name)}",
+            sources,
+            re.M,
+        )
         and f'"{name}"' not in sources
     }
     assert not unused
