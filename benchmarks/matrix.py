@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--targets", default=TARGETS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tapeout-") as temporary:
-        folder = args.keep or Path(temporary)
+        folder = (args.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         measured = measure(folder, args.model.resolve(), args.targets.split(","))
     record.write(

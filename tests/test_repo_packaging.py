@@ -115,6 +115,7 @@ IMPORT_NAMES = {
     "cuda-bindings": "cuda.bindings",
     "onnx-graphsurgeon": "onnx_graphsurgeon",
     "tensorrt-rtx-cu13-bindings": "tensorrt_rtx_bindings",
+    "check-jsonschema": "check_jsonschema",
 }
 
 
@@ -126,7 +127,8 @@ def test_every_dependency_is_used(repo: Path) -> None:
     unused = {
         name
         for name in names - UNUSED_ON_PURPOSE.keys()
-        if not re.search(rf"^\s*(import|from) {IMPORT_NAMES.get(name, name)}\b|-m\W+{name}", sources, re.M)
+        for module in [IMPORT_NAMES.get(name, name)]
+        if not re.search(rf"^\s*(import|from) {module}\b|-m\W+{module}", sources, re.M)
         and f'"{name}"' not in sources
     }
     assert not unused

@@ -185,10 +185,17 @@ class _Run:
         for result in self._results.values():
             unfinished = result.status == PLANNED and not self._request.dry_run
             results.append(replace(result, status=LEFT) if unfinished else result)
-        warnings = [f"{r.title}: {text}" for r in results for text in r.details.get("warnings", ())]
+        warnings = [f"{r.title}: {text}" for r in results for text in self._worth_telling(r)]
         return MatrixReport(
             self._request.output, self._request.stage, tuple(results), seconds, (*self._warnings, *warnings)
         )
+
+    def _worth_telling(self, result: EngineResult) -> list[str]:
+        """The build's warnings. That an engine's own timing cache does not serve it is none while there is
+        no such file: that nothing was timed is told anyway."""
+        cache = self._planned[result.title].spec.options.timing_cache
+        absent = f"timing cache {cache} " if cache is not None and not cache.exists() else "\0"
+        return [text for text in result.details.get("warnings", ()) if not text.startswith(absent)]
 
     def _at_first(self, planned: Planned) -> EngineResult:
         spec = planned.spec

@@ -110,6 +110,11 @@ class TestFirstRun:
         assert "hexapod" in by_title["odd/cpu"].message
         assert first.exit_code == 2
 
+    def test_what_was_not_timed_is_told_once(self, first: MatrixReport) -> None:
+        assert sorted(w for w in first.warnings if w.startswith("a/")) == [
+            f"a/{name}: tactics for cuda:{name} are defaults, nothing was timed" for name in ("h200", "sm_80")
+        ]
+
     def test_the_set_is_what_the_index_lists(self, first: MatrixReport) -> None:
         for model, engines in (("a", ["cpu", "h200", "sm_80"]), ("b", ["h200", "sm_80"])):
             index = load_index(first.output / model)

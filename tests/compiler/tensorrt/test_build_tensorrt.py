@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_kernels import compile_nothing
 
 from tapeout.cli.main import cli
-from tapeout.compiler import build as build_module
 from tapeout.compiler import cuda_plan
-from tapeout.compiler.front_end import Lowered, lower_model
+from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.tensorrt import segments as segments_module
 from tapeout.plugins.cuda import TENSORRT
@@ -40,14 +39,16 @@ def no_kernels() -> Iterator[None]:
 
     made: dict[str, Lowered] = {}
 
-    def lower_once(model: str, options: BuildOptions, *rest: Any) -> Lowered:
+    lower = FrontEnd.lower
+
+    def lower_once(front_end: FrontEnd, options: BuildOptions, *rest: Any) -> Lowered:
         """Tracing takes seconds and says nothing about segments."""
         if options.target not in made:
-            made[options.target] = lower_model(model, options, *rest)
+            made[options.target] = lower(front_end, options, *rest)
         return made[options.target]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_module, "lower_model", lower_once)
+        patch.setattr(FrontEnd, "lower", lower_once)
         patch.setattr(cuda_plan, "compile_all", compile_nothing)
         patch.setattr(driver, "open_device", no_device)
         yield
