@@ -2,8 +2,8 @@
 
     python benchmarks/trace_cost.py [--model FOLDER]
 
-Without a folder it is the shape of Llama-3.1-8B in bf16: a config, and a safetensors file whose header is whole
-and whose bytes are a hole in a sparse file, because tracing reads no weights. Seconds are user CPU time of
+Without a folder it is the shape of Llama-3.1-8B in bf16: a config, and a safetensors file whose header is
+whole and whose bytes are a hole in a sparse file, because tracing reads no weights. Seconds are user CPU time of
 this process by stage, so that other work on the machine counts little; memory is the process's peak.
 """
 
@@ -16,6 +16,7 @@ import resource
 import struct
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def measure(folder: Path) -> dict[str, Any]:
     run_passes(graph, passes, expected_matches(source.config, passes))
     module = lower(graph)
     mark("passes")
-    pairs = list(zip(marks, marks[1:], strict=False))
+    pairs = list(pairwise(marks))
     return {
         "user_cpu_seconds": {name: round(cpu - before, 1) for (_, before, _), (name, cpu, _) in pairs},
         "wall_seconds": {name: round(wall - before, 1) for (_, _, before), (name, _, wall) in pairs},
@@ -91,7 +92,9 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead of the 8B shape")
     model = parser.parse_args().model
     where = record.conditions(threads=1)

@@ -1,7 +1,7 @@
 """End ids, dtype and vocabulary of a checkpoint are Hugging Face's, however its files disagree.
 
-One bf16 Gemma 2 whose config.json and generation_config.json name different end ids and whose logits are wider
-than its tokenizer. What is expected comes from transformers' `generate` on the same files.
+One bf16 Gemma 2 whose config.json and generation_config.json name different end ids and whose logits are
+wider than its tokenizer. What is expected comes from transformers' `generate` on the same files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ from tapeout.runtime.engine import open_engine
 
 PROMPTS = ([0, 70, 80, 90, 100, 110], [0, 200, 150, 120], [0, 33, 44, 55, 66])
 MAX_TOKENS, KNOWN, WIDTH = 40, 300, 512
-LIMITS = ("--max-batch-size", "4", "--max-num-tokens", "16", "--max-seq-len", "128", "--tokens-per-page", "16")
+LIMITS = (
+    "--max-batch-size",
+    "4",
+    "--max-num-tokens",
+    "16",
+    "--max-seq-len",
+    "128",
+    "--tokens-per-page",
+    "16",
+)
 
 
 def hf_greedy(folder: Path, **settings: Any) -> list[list[int]]:
-    """What `generate` adds to each prompt; ids the tokenizer does not know are suppressed, as in an engine."""
+    """What `generate` adds to each prompt; unknown ids are suppressed, as in an engine."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     unknown = list(range(KNOWN, WIDTH))
     with torch.no_grad():

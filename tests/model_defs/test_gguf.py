@@ -197,7 +197,7 @@ def test_a_converted_model_computes_what_the_original_does(
     assert source.special_tokens["bos_token"] == original.special_tokens["bos_token"]
 
 
-# What transformers' own loader makes of these files: nothing, or other values than the model it came from has.
+# What transformers' own loader makes of these files: nothing, or values that the original does not have.
 HF_FAILS = {"mistral": NotImplementedError, "mixtral": NotImplementedError, "gpt_oss": TypeError}
 HF_LEAVES = (
     (r"self_attn\.[qk]_layernorm\.norms\.\d+\.weight", "norms of heads stay random"),
@@ -232,7 +232,9 @@ def test_tensors_and_config_equal_transformers_reading_of_the_same_file(
     known = {n for n in ours for pattern, _ in HF_LEAVES if re.search(pattern, n)} if grouped else set()
     assert different == known
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
-        assert getattr(source.config, key, None) == theirs["config"].get(key, getattr(source.config, key, None))
+        assert getattr(source.config, key, None) == theirs["config"].get(
+            key, getattr(source.config, key, None)
+        )
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZABLE, ids=lambda kind: kind.name)
@@ -341,7 +343,11 @@ class TestDamage:
     @pytest.mark.parametrize("arch", sorted(REFUSED))
     def test_an_architecture_that_cannot_be_built_is_refused_with_the_reason(self, tmp_path, arch):
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
-        for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        for write in (
+            writer.write_header_to_file,
+            writer.write_kv_data_to_file,
+            writer.write_tensors_to_file,
+        ):
             write()
         writer.close()
         with pytest.raises(UnsupportedError, match=rf"architecture '{arch}', which cannot be built: "):
