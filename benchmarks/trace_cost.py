@@ -3,8 +3,8 @@
     python benchmarks/trace_cost.py [--model FOLDER]
 
 Without a folder it is the shape of Llama-3.1-8B in bf16: a config, and a safetensors file whose header is
-whole and whose bytes are a hole in a sparse file, because tracing reads no weights. Seconds are user CPU time of
-this process by stage, so that other work on the machine counts little; memory is the process's peak.
+whole and whose bytes are a hole in a sparse file, because tracing reads no weights. Seconds are user CPU
+time of this process by stage, so that other work on the machine counts little; memory is its peak.
 """
 
 from __future__ import annotations
