@@ -102,9 +102,12 @@ def test_ids_the_tokenizer_does_not_know_are_never_sampled(engine: Path) -> None
     with open_engine(engine) as opened:
         assert opened.manifest.model.vocab_size == WIDTH
         assert opened.manifest.tokenizer.vocab_size == KNOWN
-    hot = SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True, seed=1)
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS * 4]
+    hot = [
+        SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True, seed=i) for i in range(len(prompts))
+    ]
     with LLM(engine) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS * 4], hot)
+        outputs = llm.generate(prompts, hot)
     ids = [i for output in outputs for i in output.outputs[0].token_ids]
     assert len(ids) == 100 * len(outputs)
     assert max(ids) < KNOWN
