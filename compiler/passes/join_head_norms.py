@@ -40,7 +40,7 @@ def join_head_norms(graph: Graph) -> int:
 
 
 def _heads(graph: Graph, norms: Any) -> tuple[fx.Node, float, list[str]] | None:
-    """The tensor whose heads these are, in order and complete, the norms' epsilon and their weights' names."""
+    """The tensor whose heads these are, all and in order; the norms' epsilon; their weights' names."""
     sources, epsilons, names = set(), set(), []
     for index, norm in enumerate(norms):
         if norm.target is not aten.layer_norm.default or len(norm.args) < 5 or norm.args[3] is not None:
