@@ -25,6 +25,7 @@ from tapeout.compiler.passes.fuse_norm_linear import fuse_norm_linear
 from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
 from tapeout.compiler.passes.fuse_rope import fuse_rope
 from tapeout.compiler.passes.fuse_rope_attention import fuse_rope_attention
+from tapeout.compiler.passes.join_head_norms import join_head_norms
 from tapeout.compiler.passes.merge_qkv import merge_qkv
 from tapeout.compiler.passes.page_attention import page_attention
 from tapeout.compiler.passes.quantize_linears import quantize_linears
@@ -44,6 +45,7 @@ PASSES: tuple[Pass, ...] = (
     recognize_attention,
     fold_scalars,
     fuse_rms_norm,
+    join_head_norms,
     fuse_layer_norm,
     recognize_activations,
     fold_weights,
@@ -65,6 +67,7 @@ CUDA_PASSES: tuple[Pass, ...] = (
     recognize_attention,
     fold_scalars,
     fuse_rms_norm,
+    join_head_norms,
     fuse_layer_norm,
     recognize_activations,
     fold_weights,

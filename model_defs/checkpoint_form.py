@@ -53,9 +53,7 @@ def form_of(source: ModelSource) -> HfForm | GgufForm:
 
     assert isinstance(source.checkpoint, GgufCheckpoint), type(source.checkpoint).__name__
     heads = source.checkpoint.heads
-    return GgufForm(
-        source.checkpoint.file.architecture, heads.num_attention_heads, heads.num_key_value_heads
-    )
+    return GgufForm(source.checkpoint.file.architecture, heads.num_attention_heads, heads.num_key_value_heads)
 
 
 def open_form(

@@ -113,7 +113,7 @@ def _phi3(meta: ArchMetadata) -> dict[str, object]:
 
 
 def _falcon(meta: ArchMetadata) -> dict[str, object]:
-    """Which of the three decoders it is shows in its tensors and heads; llama.cpp knows parallel ones only."""
+    """Tensors and heads show which of three decoders it is; llama.cpp knows parallel ones only."""
     two_norms = "blk.0.attn_norm_2.weight" in meta.file.tensors
     kv_heads = meta.get("attention.head_count_kv", 1)
     new = two_norms or kv_heads > 1

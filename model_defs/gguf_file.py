@@ -205,7 +205,9 @@ def _place_tensors(
             continue
         kind = GGMLQuantizationType(type_id)
         if not can_dequantize(kind):
-            unknown.append(f"  tensor {name!r} has type {kind.name}, which the gguf package cannot dequantize")
+            unknown.append(
+                f"  tensor {name!r} has type {kind.name}, which the gguf package cannot dequantize"
+            )
             continue
         block, block_bytes = GGML_QUANT_SIZES[kind]
         elements = math.prod(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tapeout.model_defs.gguf_checkpoint import GgufCheckpoint
 from tapeout.model_defs.gguf_config import config_values, head_counts
 from tapeout.model_defs.gguf_families import CONFIG_TENSORS, GgufFamily, family_of
 from tapeout.model_defs.gguf_file import GgufFile, read_gguf
-from tapeout.model_defs.gguf_tensors import HeadCounts
+from tapeout.model_defs.gguf_tensors import HeadCounts, Made
 from tapeout.model_defs.gguf_tokenizer import load_gguf_tokenizer
 from tapeout.model_defs.source import ModelSource, TensorInfo
 from tapeout.model_defs.tokenizer import NO_TOKENIZER, tokenizer_parts
@@ -74,9 +75,7 @@ def _causal_lm_name(config: Any) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
 
 
-def _places(
-    file: GgufFile, family: GgufFamily, config: Any
-) -> tuple[dict[str, str], dict[str, WeightRef]]:
+def _places(file: GgufFile, family: GgufFamily, config: Any) -> tuple[dict[str, str], dict[str, WeightRef]]:
     """GGUF name by checkpoint name, and recipes of the parameters that are made from such tensors.
 
     Both sides must be used up. HF's names come from the model itself on the meta device, so no name is
@@ -123,8 +122,12 @@ def _rule(
     for rule in family.made:
         if (found := rule.match(hf_name)) is not None:
             parts, numbers = found
-            return lambda refs: rule.build(refs, numbers), parts
+            return partial(_build, rule, numbers), parts
     return None, ()
+
+
+def _build(rule: Made, numbers: tuple[int, ...], refs: list[WeightRef]) -> WeightRef:
+    return rule.build(refs, numbers)
 
 
 def _gguf_name(table: Any, hf_name: str) -> str:

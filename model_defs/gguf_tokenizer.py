@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from tapeout.model_defs.gguf_file import GgufFile
 from tapeout.plugins.errors import UnsupportedError, UsageError
@@ -17,6 +17,9 @@ DIGITS_THEN_GPT2 = frozenset(
     {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 )
 GPT2_PATTERN = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
+# Names whose split transformers' table has under another name.
+SAME_SPLIT = {"stablelm2": "qwen2"}
+BLOOM_PATTERN = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 _SPECIAL_IDS = {
     "bos_token": "bos_token_id",
@@ -76,6 +79,19 @@ def _known_split(file: GgufFile, kind: str) -> Any | None:
     pre = file.metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre in GGUF_PRE_TOKENIZER_SPLITS or pre in GPT2_PATTERN:
         return None
+    if pre in SAME_SPLIT:
+        return _byte_level_split(GGUF_PRE_TOKENIZER_SPLITS[SAME_SPLIT[pre]])
+    if pre == "bloom":
+        return _byte_level_split(BLOOM_PATTERN)
+    if pre == "falcon":  # punctuation in runs, GPT-2's pattern, then digits in threes
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Punctuation("contiguous"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+                pre_tokenizers.Digits(individual_digits=False),
+                pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+            ]
+        )
     if pre in DIGITS_THEN_GPT2:
         return pre_tokenizers.Sequence(
             [
@@ -83,11 +99,26 @@ def _known_split(file: GgufFile, kind: str) -> Any | None:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
-    known = sorted(DIGITS_THEN_GPT2 | GPT2_PATTERN | GGUF_PRE_TOKENIZER_SPLITS.keys())
+    known = sorted(
+        DIGITS_THEN_GPT2
+        | GPT2_PATTERN
+        | GGUF_PRE_TOKENIZER_SPLITS.keys()
+        | SAME_SPLIT.keys()
+        | {"bloom", "falcon"}
+    )
     raise UnsupportedError(
         f"{file.path}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) has no known split rules; "
         f"known: {', '.join(known)}",
         hint="use the model's Hugging Face checkpoint, or add its rules to model_defs/gguf_tokenizer.py",
+    )
+
+
+def _byte_level_split(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
 
 

@@ -138,7 +138,9 @@ def _authors_layout(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if match is None:
             found[name] = values
         else:
-            whole = f"{match[1]}{match[3]}" if "experts" in name else f"{match[1].removesuffix('.norms')}.weight"
+            whole = (
+                f"{match[1]}{match[3]}" if "experts" in name else f"{match[1].removesuffix('.norms')}.weight"
+            )
             lists.setdefault(whole, {})[int(match[2])] = values
     return found | {n: np.stack([parts[i] for i in sorted(parts)]) for n, parts in lists.items()}
 

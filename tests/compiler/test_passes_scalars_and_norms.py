@@ -15,6 +15,7 @@ from tapeout.compiler.passes.canonicalize import canonicalize
 from tapeout.compiler.passes.fold_scalars import fold_scalars
 from tapeout.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from tapeout.compiler.passes.fuse_rms_norm import fuse_rms_norm
+from tapeout.compiler.passes.join_head_norms import join_head_norms
 
 
 class TestCanonicalize:
@@ -186,3 +187,35 @@ class TestFuseAddRmsNorm:
     )
     def test_near_misses(self, small_graph: Make, function: Callable[..., Any]) -> None:
         unchanged(self.graph(small_graph, function), fuse_add_rms_norm)
+
+
+class TestJoinHeadNorms:
+    """StableLM 2: every head has a LayerNorm with a weight of its own."""
+
+    SIZE = HIDDEN // 2
+
+    def graph(self, make: Make, order: tuple[int, int], eps: tuple[float, float]) -> Any:
+        def lines(m: Any, x: torch.Tensor) -> torch.Tensor:
+            heads = torch.split(x.view(1, -1, 2, self.SIZE).transpose(1, 2), 1, dim=1)
+            weights = (m.a, m.b)
+            normed = [
+                F.layer_norm(heads[i], (self.SIZE,), w, None, e)
+                for i, w, e in zip(order, weights, eps, strict=True)
+            ]
+            return torch.cat(normed, dim=1)
+
+        return make(Lines(lines, a=(self.SIZE,), b=(self.SIZE,)), x=randn(1, T, HIDDEN))
+
+    def test_norms_of_all_heads_become_one(self, small_graph: Make) -> None:
+        graph = self.graph(small_graph, (0, 1), (1e-5, 1e-5))
+        assert graph.ops()["aten.layer_norm.default"] == 2
+        assert graph.apply(join_head_norms) == 1
+        ops = graph.ops()
+        assert (ops["aten.layer_norm.default"], ops["aten.mul.Tensor"], ops["aten.cat.default"]) == (1, 1, 0)
+        torch.testing.assert_close(graph.run(), graph.expected(), atol=2e-5, rtol=2e-5)
+
+    @pytest.mark.parametrize(("order", "eps"), [((1, 0), (1e-5, 1e-5)), ((0, 1), (1e-5, 1e-3))])
+    def test_heads_in_another_order_or_with_another_epsilon_stay(
+        self, small_graph: Make, order: tuple[int, int], eps: tuple[float, float]
+    ) -> None:
+        unchanged(self.graph(small_graph, order, eps), join_head_norms)

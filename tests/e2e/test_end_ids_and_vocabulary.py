@@ -1,7 +1,7 @@
 """End ids, dtype and vocabulary of a checkpoint are Hugging Face's, however its files disagree.
 
-One bf16 Gemma 2 whose config.json and generation_config.json name different end ids and whose logits are wider
-than its tokenizer. What is expected comes from transformers' `generate` on the same files.
+One bf16 Gemma 2 whose config.json and generation_config.json name different end ids and whose logits are
+wider than its tokenizer. What is expected comes from transformers' `generate` on the same files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ from tapeout.runtime.engine import open_engine
 
 PROMPTS = ([0, 70, 80, 90, 100, 110], [0, 200, 150, 120], [0, 33, 44, 55, 66])
 MAX_TOKENS, KNOWN, WIDTH = 40, 300, 512
-LIMITS = ("--max-batch-size", "4", "--max-num-tokens", "16", "--max-seq-len", "128", "--tokens-per-page", "16")
+LIMITS = (
+    "--max-batch-size",
+    "4",
+    "--max-num-tokens",
+    "16",
+    "--max-seq-len",
+    "128",
+    "--tokens-per-page",
+    "16",
+)
 
 
 def hf_greedy(folder: Path, **settings: Any) -> list[list[int]]:
-    """What `generate` adds to each prompt; ids the tokenizer does not know are suppressed, as in an engine."""
+    """What `generate` adds to each prompt; unknown ids are suppressed, as in an engine."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     unknown = list(range(KNOWN, WIDTH))
     with torch.no_grad():
@@ -93,9 +102,12 @@ def test_ids_the_tokenizer_does_not_know_are_never_sampled(engine: Path) -> None
     with open_engine(engine) as opened:
         assert opened.manifest.model.vocab_size == WIDTH
         assert opened.manifest.tokenizer.vocab_size == KNOWN
-    hot = SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True, seed=1)
+    prompts = [{"prompt_token_ids": p} for p in PROMPTS * 4]
+    hot = [
+        SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True, seed=i) for i in range(len(prompts))
+    ]
     with LLM(engine) as llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS * 4], hot)
+        outputs = llm.generate(prompts, hot)
     ids = [i for output in outputs for i in output.outputs[0].token_ids]
     assert len(ids) == 100 * len(outputs)
     assert max(ids) < KNOWN

@@ -78,6 +78,20 @@ def test_llama_style_bos_is_in_the_post_processor(llama, write_gguf, tmp_path):
         assert tokenizer.encode(text).ids == original.encode(text).ids
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("falcon", "a12345 b,.. c's", ["a", "123", "45", "Ġb", ",..", "Ġc", "'", "s"]),
+        ("bloom", "Hi, you(x) 12 34", ["Hi", ",", "Ġyou", "(", "x", ")", "Ġ12", "Ġ34"]),
+        ("stablelm2", "don'T a12, b", ["don", "'T", "Ġa", "1", "2", ",", "Ġb"]),
+    ],
+)
+def test_splits_that_transformers_table_lacks(llama, write_gguf, tmp_path, pre, text, pieces):
+    path = write_gguf(llama, tmp_path / "m.gguf", arch="llama", pre=pre)
+    tokenizer = Tokenizer.from_str(open_model(str(path)).tokenizer_json)
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
 @pytest.mark.parametrize(("prefix", "first"), [(True, "▁the"), (False, "the")])
 def test_sentencepiece_gguf(tmp_path, prefix, first):
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
