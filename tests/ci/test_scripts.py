@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_what_is_published_need_not_be_built(stages: dict[str, str], place: Plac
         params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         (output,) = llm.generate({"prompt_token_ids": [7, 60, 23]}, params)
     assert len(output.outputs[0].token_ids) == 3
+
+
+def test_timings_recorded_on_a_gpu_serve_where_there_is_none(place: Place) -> None:
+    """Of an H200, by `tapeout time` with this model and these limits. Kernels that changed since are not among
+    them, which the engine says: `timed` is false then, until the record is made again."""
+    folder = place.folder / "recorded" / "tiny"
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("h200_tiny_llama.json"), folder / "sm_90.json")
+    (place.folder / "gpu.yaml").write_text(
+        f"defaults: {LIMITS}\nmodels: {{tiny: ./llama}}\ntargets: ['cuda:sm_90']\n"
+    )
+    place.run("ci/finish.sh", "gpu.yaml", "from-record", "recorded")
+    report = json.loads((place.folder / "from-record" / "tiny" / "sm_90.engine.report.json").read_text())
+    answered = [t["cached"] for t in report["tactics"]]
+    assert any(answered)
+    (engine,) = load_index(place.folder / "from-record" / "tiny").engines
+    assert engine.timed == all(answered)
 
 
 def test_a_store_with_nothing_in_it_is_no_failure(place: Place) -> None:
