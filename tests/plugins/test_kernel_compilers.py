@@ -25,10 +25,10 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def specs() -> list[KernelSpec]:
-    """Small kernels of the sampler, and one of them again."""
-    from tapeout.plugins.sample.cuda import fill_launch
+    """A small kernel, and the same again."""
+    from tapeout.plugins.sample.cuda import receive_launch
 
-    kernel = fill_launch().kernel
+    kernel = receive_launch(64, 4, 64, 16).kernel
     return [kernel, kernel]
 
 
