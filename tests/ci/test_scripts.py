@@ -119,8 +119,8 @@ def test_what_is_published_need_not_be_built(stages: dict[str, str], place: Plac
 
 
 def test_timings_recorded_on_a_gpu_serve_where_there_is_none(place: Place) -> None:
-    """Of an H200, by `tapeout time` with this model and these limits. Kernels changed since are not in it, and
-    the engine says so: `timed` is false then, until the record is made again."""
+    """Of an H200, by `tapeout time` with this model and these limits. Kernels changed since are not in it;
+    the engine says so (`timed` is false) until the record is made again."""
     folder = place.folder / "recorded" / "tiny"
     folder.mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("h200_tiny_llama.json"), folder / "sm_90.json")
