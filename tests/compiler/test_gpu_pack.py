@@ -63,7 +63,8 @@ def test_a_pack_holds_each_kernel_once(pack: Callable[..., PackFile]) -> None:
     assert blobs == set(file.cubins)
     assert len(file.pack.kernels) == 2 + len(file.pack.tools)
     generic = ("fill_normal", "fill_cache", "compare", "compare_cache")
-    assert set(file.pack.tools) == {*(f"{name}.float32" for name in generic), "fill_integers", "compare.int32"}
+    named = {*(f"{name}.float32" for name in generic), "fill_integers", "compare.int32"}
+    assert set(file.pack.tools) == named
 
 
 @pytest.mark.parametrize(
