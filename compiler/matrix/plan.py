@@ -17,6 +17,7 @@ from tapeout.compiler.matrix.processes import Estimated
 from tapeout.compiler.matrix.schema import EngineSpec
 from tapeout.compiler.report import report_path
 from tapeout.model_defs.resolve import locate_model
+from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.errors import TapeoutError, UsageError
 
 PACK_SUFFIX = ".pack"
@@ -85,6 +86,8 @@ def plan_pack(spec: EngineSpec, folder: Path, digests: FileDigests) -> Planned:
     output = folder / spec.model / f"{spec.name}{PACK_SUFFIX}"
     if target_kind(spec.options) != "cuda":
         return Planned(spec, output, None, "a CPU is timed where the engine is finished")
+    if spec.options.tactics == TENSORRT:
+        return Planned(spec, output, None, "TensorRT's segments are not timed")
     try:
         factors = {**factors_of(spec, digests), "timings.file": _file_digest(spec, digests)}
     except TapeoutError as error:

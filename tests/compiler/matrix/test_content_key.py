@@ -14,6 +14,7 @@ import pytest
 from tapeout.compiler.matrix import content_key, file_digests
 from tapeout.compiler.matrix.content_key import changed_factors, factors_of, key_of
 from tapeout.compiler.matrix.file_digests import FileDigests
+from tapeout.compiler.matrix.plan import plan_pack
 from tapeout.compiler.matrix.schema import EngineSpec
 from tapeout.compiler.options import FIELDS, BuildOptions
 from tapeout.plugins.cpu import HostCpu
@@ -89,6 +90,16 @@ class TestOptions:
     def test_names_are_not_content(self, model: Path, digests: FileDigests) -> None:
         other = replace(spec(model), model="another", name="else")
         assert factors_of(other, digests) == factors_of(spec(model), digests)
+
+
+class TestPacks:
+    def test_what_is_not_timed_has_none(self, model: Path, digests: FileDigests, tmp_path: Path) -> None:
+        """And does not end the stage for the others."""
+        for options in ({"target": "cpu"}, {"target": "cuda:l4", "tactics": "tensorrt"}):
+            planned = plan_pack(spec(model, **options), tmp_path, digests)
+            assert planned.why is None
+            assert planned.error is None
+        assert plan_pack(spec(model, target="cuda:l4"), tmp_path, digests).why is not None
 
 
 class TestModel:
