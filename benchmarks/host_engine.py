@@ -114,7 +114,7 @@ def _buckets(largest: int) -> tuple[int, ...]:
 
 
 class IdleCuda(FakeCuda):
-    """A driver whose copies and graphs do nothing; every step "samples" the next ids of a text."""
+    """A driver that runs nothing: a graph launch leaves the next ids of a text in the outbox."""
 
     CUresult = driver.cu.CUresult  # found at once, as in the real module
 

@@ -2,7 +2,7 @@
 
     python benchmarks/power_limit.py --engine FILE [--tokens 8192] [--seconds 6] [--mixed 8192,2048]
 
-Needs the runtime and nvidia-smi. Writes `power_limit.json`: prompts of `--tokens` tokens, one after the
+Needs the runtime, nvidia-smi and the first GPU. Writes `power_limit.json`: prompts of `--tokens` tokens, one after the
 other, with the time of each and samples of the card every tenth of a second, first from rest, then as it goes
 on; and the many requests of `peers/workload.json` at every step size of `--mixed`.
 """
@@ -28,12 +28,21 @@ from tapeout.runtime.bench.workload import read_workload
 HERE = Path(__file__).parent
 WORKLOAD = HERE / "peers" / "workload.json"
 _QUERY = "power.draw.instant,clocks.sm,clocks.mem,temperature.gpu,clocks_event_reasons.sw_power_cap"
-_REST_SECONDS, _FIRST = 3.0, 3
+_REST_SECONDS = 3.0
+_FIRST_PROMPTS = 3
 
 
 def watch(seconds: float) -> subprocess.Popen[str]:
     """nvidia-smi, a line every tenth of a second."""
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms", "100"]
+    command = [
+        "nvidia-smi",
+        "-i",
+        "0",
+        f"--query-gpu={_QUERY}",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "100",
+    ]
     return subprocess.Popen(["timeout", str(seconds), *command], stdout=subprocess.PIPE, text=True)
 
 
@@ -54,10 +63,10 @@ def prefill(llm: LLM, tokens: int, seconds: float) -> dict[str, Any]:
     """Prompts one after the other, after a rest."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    highest = llm.engine.manifest.model.vocab_size
+    vocab_size = llm.engine.manifest.model.vocab_size
 
     def prompt() -> list[list[int]]:
-        return [rng.integers(0, highest, tokens).tolist()]
+        return [rng.integers(0, vocab_size, tokens).tolist()]
 
     llm.generate(prompt(), params)
     time.sleep(_REST_SECONDS)
@@ -73,7 +82,7 @@ def prefill(llm: LLM, tokens: int, seconds: float) -> dict[str, Any]:
             break
     return {
         "tokens": tokens,
-        "first_ms": [round(1e3 * t, 2) for t in times[:_FIRST]],
+        "first_ms": [round(1e3 * t, 2) for t in times[:_FIRST_PROMPTS]],
         "last_half_median_ms": round(1e3 * statistics.median(times[len(times) // 2 :]), 2),
         "prompts": len(times),
         "card": samples(watcher),

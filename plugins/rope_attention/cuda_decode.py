@@ -1,4 +1,4 @@
-"""The CUDA tactic of rope_attention that runs a decode-only step in one launch."""
+"""CUDA tactics of rope_attention that run a decode-only step in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class DecodeTurned(TritonTactic):
     op = "rope_attention"
     batch_invariant = False
     decode_only = True
-
     _kernel = "rope_attention.triton_decode:decode_turned"
 
     def __init__(self, block_n: int, warps: int = 4, stages: int = 2, per_sm: int = 4) -> None:

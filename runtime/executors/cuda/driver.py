@@ -65,6 +65,10 @@ class Device:
             self._context = check(cu.cuDevicePrimaryCtxRetain(self._device), "creating a context")
         check(cu.cuCtxSetCurrent(self._context), "making the context current")
 
+    def wait(self) -> None:
+        """Until all that was queued on the device has run, on whatever stream."""
+        check(cu.cuCtxSynchronize(), "waiting for the device")
+
     def free_bytes(self) -> int:
         """Device memory not in use by anybody."""
         free, _ = check(cu.cuMemGetInfo(), "asking for free memory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,6 +196,7 @@ class CudaExecutor:
             self._replay = stack.enter_context(closing(replay))
             laps.lap("kernels")
             weights.wait()
+            self._device.wait()  # for memory that was cleared: this executor's stream does not by itself
             laps.lap("weights")
         except CapacityError as error:
             if error.hint is not None:  # it was not the GPU's memory
@@ -236,8 +237,9 @@ class CudaExecutor:
             self._enter()
             try:
                 return self._submit(inputs)
-            except BaseException:
+            except BaseException as error:
                 forget_ids(self._last_ids, inputs.row_slots)
+                self._recount_after(error)
                 raise
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -259,7 +261,7 @@ class CudaExecutor:
                 self._weights.begin(engine)
                 self._weights.wait()
             except BaseException as error:
-                self._weights_problem = f"replacing them failed: {error}"
+                self._weights_problem = f"replacing them failed: {str(error) or type(error).__name__}"
                 raise
             self._weights_problem = None
 
@@ -271,7 +273,11 @@ class CudaExecutor:
         with self._lock:
             self._enter()
             self._checker.check(inputs, self._last_ids)
-            self._queue(inputs, Sampling.NONE).record(self._stream)
+            try:
+                self._queue(inputs, Sampling.NONE).record(self._stream)
+            except BaseException as error:
+                self._recount_after(error)
+                raise
             return self._download_logits(len(inputs.row_ids))
 
     def close(self) -> None:
@@ -310,6 +316,12 @@ class CudaExecutor:
             step = _Done(self._with_rows_of_host(inputs, on_host, step))
         self._last_ids[slots] = _ON_DEVICE
         return step
+
+    def _recount_after(self, error: BaseException) -> None:
+        """An interruption may have come when a step was launched and not counted yet."""
+        if not isinstance(error, Exception):
+            with suppress(TapeoutError):  # the GPU failed: every later step will tell
+                self._steps.recount(self._stream)
 
     def _queue(self, inputs: StepInputs, sampling: Sampling) -> Event:
         """Write a step's tensors and queue its graph; the step has been checked. Returns the event to record

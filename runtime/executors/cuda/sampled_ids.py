@@ -77,7 +77,7 @@ class QueuedStep:
 class _Turn:
     """Where one step's results arrive, and the step that will read them.
 
-    ids, finite: the turn's place in the outbox, int32 [max_batch_size], written by the step's last kernel.
+    ids, finite: the turn's place in the outbox, int32 [max_batch_size], written by sampling.
     """
 
     def __init__(self, outbox: np.ndarray, vocab_size: int, stack: ExitStack) -> None:

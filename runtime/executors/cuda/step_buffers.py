@@ -12,7 +12,7 @@ import numpy as np
 
 from tapeout.plugins.cuda import MAX_KV_HEADS, TURNS
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.executors.cuda.driver import DeviceMemory, Event, PinnedMemory
+from tapeout.runtime.executors.cuda.driver import DeviceMemory, Event, PinnedMemory, Stream
 from tapeout.runtime.step import FROM_SLOT, StepInputs
 
 _ALIGNMENT_INTS = 64  # every tensor starts on 256 bytes
@@ -101,6 +101,13 @@ class StepBuffers:
         event = self._events[self._turn]
         self._turn = (self._turn + 1) % TURNS
         return event
+
+    def recount(self, stream: Stream) -> None:
+        """Take the turn from the device, where it is open whether a step was launched; waits."""
+        turns = np.empty(1, np.int32)
+        stream.download(turns.ctypes.data, self.address("turns"), turns.nbytes)
+        stream.wait()  # so every inbox is free, also one whose event was not recorded
+        self._turn = int(turns[0]) % TURNS
 
     def close(self) -> None:
         self._resources.close()

@@ -110,6 +110,9 @@ class FakeCuda:
     def cuMemGetInfo(self) -> tuple[Any, ...]:
         return self._done("cuMemGetInfo", self.free, 2 * self.free)
 
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        return self._done("cuCtxSynchronize")
+
     # ---- memory -----------------------------------------------------------------------------
 
     def _allocate(self, call: str, kind: str, size_bytes: int) -> tuple[Any, ...]:

@@ -264,6 +264,29 @@ def test_a_driver_error_is_told_and_leaves_nothing_half_done(
     assert ids_of(executor.submit(step((0, [5], 0, [1])))) == [6]
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_an_interruption_leaves_host_and_device_at_one_turn(
+    executor: CudaExecutor, step: Step, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    """Ctrl-C is raised when the driver's call returns, and then the step is on its way, or it was before."""
+    greedy(executor, 0)
+    assert ids_of(executor.submit(step((0, [5], 0, [1])))) == [6]
+    launch = cuda.cuGraphLaunch
+
+    def interrupted(graph: int, stream: int) -> Any:
+        if launched:
+            launch(graph, stream)
+        raise KeyboardInterrupt
+
+    for queue in (executor.submit, executor.forward):
+        monkeypatch.setattr(cuda, "cuGraphLaunch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue(step((0, [9], 1, [1])))
+        monkeypatch.setattr(cuda, "cuGraphLaunch", launch)
+        for i in range(5):
+            assert ids_of(executor.submit(step((0, [20 + i], 1, [1])))) == [21 + i]
+
+
 def test_an_error_of_the_device_surfaces_from_the_result(
     executor: CudaExecutor, step: Step, cuda: FakeCuda
 ) -> None:
