@@ -2,9 +2,9 @@
 
     python benchmarks/power_limit.py --engine FILE [--tokens 8192] [--seconds 6] [--mixed 8192,2048]
 
-Needs the runtime, nvidia-smi and the first GPU. Writes `power_limit.json`: prompts of `--tokens` tokens, one after the
-other, with the time of each and samples of the card every tenth of a second, first from rest, then as it goes
-on; and the many requests of `peers/workload.json` at every step size of `--mixed`.
+Needs the runtime, nvidia-smi and the first GPU. Writes `power_limit.json`: prompts of `--tokens` tokens, one
+after the other, with the time of each and samples of the card every tenth of a second, first from rest, then
+as it goes on; and the many requests of `peers/workload.json` at every step size of `--mixed`.
 """
 
 from __future__ import annotations
