@@ -152,6 +152,6 @@ def test_a_real_process_ends_when_its_parent_is_gone(run: Run) -> None:
     assert process.stdin is not None
     process.stdin.write(run.job("ok-1").job.text().encode())
     process.stdin.close()
-    assert process.wait(60) == 130
+    assert process.wait(60) in (130, -signal.SIGINT)  # the second where it was still starting
     assert os.read(read, 1) == b""
     os.close(read)
