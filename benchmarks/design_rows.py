@@ -9,16 +9,19 @@ the peer's in `peers/vllm_0.26_h200.json`.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from marked_table import MarkedTable
 
 HERE = Path(__file__).parent
 RECORD = HERE / "results" / "design_table.json"
 PEER = HERE / "peers" / "vllm_0.26_h200.json"
 DOCUMENTS = (HERE.parent / "README.md", HERE.parent / "docs" / "cuda.md")
-BEGIN, END = "<!-- design table: python benchmarks/design_rows.py -->", "<!-- end of design table -->"
+place = MarkedTable(
+    "<!-- design table: python benchmarks/design_rows.py -->", "<!-- end of design table -->"
+).place
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,6 @@ def _conditions(record: dict[str, Any]) -> list[str]:
             f"weights {weights}, {engine['model']['dtype']}."
         )
     return lines
-
-
-def place(text: str, table: str) -> str:
-    """The document with the table between its marks; ValueError when it has none."""
-    marked = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.S)
-    if not marked.search(text):
-        raise ValueError(f"no line {BEGIN!r} followed by {END!r}")
-    return marked.sub(lambda _: f"{BEGIN}\n{table}\n{END}", text)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,17 @@ python benchmarks/tensorrt_rows.py
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
+
+from marked_table import MarkedTable
 
 HERE = Path(__file__).parent
 RECORD = HERE / "results" / "tensorrt_rtx_segments.json"
 DOCUMENT = HERE.parent / "docs" / "tensorrt.md"
-BEGIN = "<!-- segments table: python benchmarks/tensorrt_rows.py -->"
-END = "<!-- end of segments table -->"
+place = MarkedTable(
+    "<!-- segments table: python benchmarks/tensorrt_rows.py -->", "<!-- end of segments table -->"
+).place
 _WHERE = ("first", "middle", "last")
 
 
@@ -25,12 +27,12 @@ def render() -> str:
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for build in record["builds"]:
-        for place, segment in enumerate(build["segments"]):
-            groups.setdefault((build["model"], build["dtype"], place), []).append(segment)
-    for (model, dtype, place), segments in groups.items():
+        for where, segment in enumerate(build["segments"]):
+            groups.setdefault((build["model"], build["dtype"], where), []).append(segment)
+    for (model, dtype, region), segments in groups.items():
         one = segments[0]
         cells = [
-            model, dtype, f"{_WHERE[place]} × {one['regions']}", str(len(one["ops"])),
+            model, dtype, f"{_WHERE[region]} × {one['regions']}", str(len(one["ops"])),
             f"{one['weight_bytes'] / 1e6:.1f} MB", f"{one['onnx_bytes'] / 1e3:.1f} kB",
             _range([s["plan_bytes"] / 1e3 for s in segments], 0) + " kB",
             _range([s["seconds"] for s in segments], 2),
@@ -55,14 +57,6 @@ def render() -> str:
 def _range(values: list[float], digits: int) -> str:
     low, high = (f"{v:,.{digits}f}" for v in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
-
-
-def place(text: str, table: str) -> str:
-    """The document with the table between its marks; ValueError when it has none."""
-    marked = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.S)
-    if not marked.search(text):
-        raise ValueError(f"no line {BEGIN!r} followed by {END!r}")
-    return marked.sub(lambda _: f"{BEGIN}\n{table}\n{END}", text)
 
 
 if __name__ == "__main__":

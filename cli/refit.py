@@ -6,10 +6,8 @@ from pathlib import Path
 
 import click
 
+from tapeout.cli.extras import weight_packages
 from tapeout.cli.paths import check_output
-
-#: Packages that only this command takes beyond the runtime's, and the extra that brings each.
-_EXTRAS = {"ml_dtypes": "weights", "gguf": "weights,gguf"}
 
 
 @click.command("refit", short_help="Put the weights of a fine-tune into an engine.")
@@ -48,9 +46,7 @@ def command(engine: Path, model: str, output: Path | None, keep_text: bool, revi
     tapeout refit smollm2.engine --weights ./my-finetune -o mine.engine
     tapeout refit sets/smollm2 --weights ./my-finetune -o sets/mine
     """
-    from tapeout.plugins.errors import UsageError
-
-    try:
+    with weight_packages("refit"):
         if engine.is_dir():
             if output is None:
                 raise click.UsageError("ENGINE is an engine set: give --output DIR, a new directory.")
@@ -59,18 +55,12 @@ def command(engine: Path, model: str, output: Path | None, keep_text: bool, revi
         target = output or engine.with_name(f"{engine.stem}.refit{engine.suffix}")
         check_output(target, "--output", inputs=[engine])
         _refit(engine, model, target, keep_text, revision)
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
-            raise
-        raise UsageError(
-            f"tapeout refit needs {error.name} here, which is not installed",
-            hint=f"pip install 'tapeout[{_EXTRAS[error.name]}]'",
-        ) from None
 
 
 def _refit(engine: Path, model: str, output: Path, keep_text: bool, revision: str | None) -> None:
     from tapeout.cli.format import human_bytes
     from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.progress import of_bytes
     from tapeout.compiler.refit import refit
 
     with choose_progress(silent=False).stage("refit", model) as stage:
@@ -80,7 +70,7 @@ def _refit(engine: Path, model: str, output: Path, keep_text: bool, revision: st
             output,
             revision=revision,
             keep_text=keep_text,
-            progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+            progress=of_bytes(stage),
         )
     for line in done.kept_text:
         click.echo(f"warning: the engine's text was kept: {line}", err=True)
@@ -93,6 +83,7 @@ def _refit(engine: Path, model: str, output: Path, keep_text: bool, revision: st
 
 def _refit_set(engines: Path, model: str, output: Path, keep_text: bool, revision: str | None) -> None:
     from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.progress import of_bytes
     from tapeout.compiler.refit_set import refit_set
 
     with choose_progress(silent=False).stage("refit", model) as stage:
@@ -102,7 +93,7 @@ def _refit_set(engines: Path, model: str, output: Path, keep_text: bool, revisio
             output,
             revision=revision,
             keep_text=keep_text,
-            progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+            progress=of_bytes(stage),
         )
         stage.update(f"{len(done.engines)} engines")
     for line in sorted({line for refitted in done.engines.values() for line in refitted.kept_text}):

@@ -7,9 +7,7 @@ from pathlib import Path
 import click
 
 from tapeout.cli.engine_argument import PRECISION, TARGET
-
-#: Packages that only this command takes beyond the runtime's, and the extra that brings each.
-_EXTRAS = {"ml_dtypes": "weights", "gguf": "weights,gguf"}
+from tapeout.cli.extras import weight_packages
 
 
 @click.command("weights", short_help="Write the weight file of an engine with shared weights.")
@@ -49,7 +47,7 @@ def command(
         raise click.UsageError("Give either MODEL, the checkpoint, or --dummy SEED.")
     if dummy is not None and revision is not None:
         raise click.UsageError("--revision belongs to MODEL: random weights have none.")
-    try:
+    with weight_packages("weights"):
         from tapeout.runtime.resolve_engine import weight_owners
 
         for owner in weight_owners(engine, target=target, precision=precision):
@@ -58,20 +56,12 @@ def command(
                 _write_dummy(owner, dummy)
             else:
                 _write(owner, model, revision)
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
-            raise
-        from tapeout.plugins.errors import UsageError
-
-        raise UsageError(
-            f"tapeout weights needs {error.name} here, which is not installed",
-            hint=f"pip install 'tapeout[{_EXTRAS[error.name]}]'",
-        ) from None
 
 
 def _write(engine: Path, model: str, revision: str | None) -> None:
     from tapeout.cli.format import human_bytes
     from tapeout.cli.progress import choose_progress
+    from tapeout.compiler.progress import of_bytes
     from tapeout.compiler.weight_file import write_weights
 
     with choose_progress(silent=False).stage("weights", model) as stage:
@@ -79,7 +69,7 @@ def _write(engine: Path, model: str, revision: str | None) -> None:
             engine,
             model,
             revision=revision,
-            progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+            progress=of_bytes(stage),
         )
     note = "  was there already, checked and kept" if written.reused else ""
     click.echo(f"{written.path}  {human_bytes(written.path.stat().st_size)}{note}")

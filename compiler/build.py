@@ -21,7 +21,7 @@ from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, without_execution
 from tapeout.compiler.plan import plan_program
-from tapeout.compiler.progress import Progress, SilentProgress
+from tapeout.compiler.progress import Progress, SilentProgress, of_bytes
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
@@ -111,7 +111,7 @@ def build(
                     shared=options.weights == "shared",
                     launches=chosen.launches,
                     segments=chosen.segments.blobs if chosen.segments else {},
-                    progress=lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes"),
+                    progress=of_bytes(stage),
                 )
             )
         verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -11,6 +12,11 @@ class Stage(Protocol):
 
     def update(self, text: str) -> None:
         """Replace the stage's detail, for example `37 of 210 weights`."""
+
+
+def of_bytes(stage: Stage) -> Callable[[int, int], None]:
+    """A listener for (bytes done, bytes in all) that shows them as the stage's detail."""
+    return lambda done, total: stage.update(f"{done / total:.0%} of {total:,} bytes")
 
 
 class Progress(Protocol):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 
 def test_the_cuda_page_shows_its_records(repo: Path) -> None:
@@ -24,18 +26,15 @@ def test_the_cuda_page_shows_its_records(repo: Path) -> None:
         assert is_now == f"{now[f'{kind}-{size}']:.2f}", (kind, size)
 
 
-def load_design_rows(repo: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("design_rows", repo / "benchmarks/design_rows.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["design_rows"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def program(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Loads a program of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    return importlib.import_module
 
 
-def test_the_design_table_is_that_of_its_record(repo: Path) -> None:
-    rows = load_design_rows(repo)
+def test_the_design_table_is_that_of_its_record(program: Callable[[str], ModuleType]) -> None:
+    rows = program("design_rows")
     for document in rows.DOCUMENTS:
         text = document.read_text()
         assert rows.place(text, rows.render()) == text, f"{document.name}: run `make docs`"
@@ -83,13 +82,9 @@ def test_the_readme_shows_its_records(repo: Path) -> None:
     assert shown == measured
 
 
-def test_the_segments_table_is_that_of_its_record(repo: Path) -> None:
+def test_the_segments_table_is_that_of_its_record(repo: Path, program: Callable[[str], ModuleType]) -> None:
     """And the record holds what it has to: every model in both dtypes for every compute capability."""
-    spec = importlib.util.spec_from_file_location("tensorrt_rows", repo / "benchmarks/tensorrt_rows.py")
-    assert spec is not None
-    assert spec.loader is not None
-    rows = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(rows)
+    rows = program("tensorrt_rows")
     text = (repo / "docs/tensorrt.md").read_text()
     assert rows.place(text, rows.render()) == text
     builds = json.loads((repo / "benchmarks/results/tensorrt_rtx_segments.json").read_text())["builds"]

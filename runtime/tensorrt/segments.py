@@ -132,8 +132,7 @@ class LoadedSegments:
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             raise EngineIncompatibleError(
-                f"{self._package.title} refuses segment {segment.blob} on this GPU"
-                + "".join(f": {line}" for line in self._logger.last_errors[-1:]),
+                f"{self._package.title} refuses segment {segment.blob} on this GPU{self._reason()}",
                 hint="build the engine for this GPU, or with --tactics native",
             )
         return engine
@@ -150,15 +149,20 @@ class LoadedSegments:
         if context is None:
             raise EngineIncompatibleError(
                 f"{self._package.title} gives no context for profile {profile} of segment {segment.blob}"
-                + "".join(f": {line}" for line in self._logger.last_errors[-1:]),
+                f"{self._reason()}",
                 hint="build the engine with --tactics native",
             )
         return context
 
     def _done(self, succeeded: bool, segment: Segment, doing: str) -> None:
         if not succeeded:
-            lines = "".join(f": {line}" for line in self._logger.last_errors[-1:])
-            raise TapeoutError(f"{self._package.title}, segment {segment.blob}: {doing} failed{lines}")
+            raise TapeoutError(
+                f"{self._package.title}, segment {segment.blob}: {doing} failed{self._reason()}"
+            )
+
+    def _reason(self) -> str:
+        """What the package said last, for the end of a message; "" when it said nothing."""
+        return "".join(f": {line}" for line in self._logger.last_errors[-1:])
 
 
 def bound_shape(tensor: SegmentTensor, rows: Mapping[str, int]) -> tuple[int, ...]:
