@@ -7,6 +7,7 @@ of the sequence. So `abc` is answered with `defghijklmnopqrstuvwxyz`.
 from __future__ import annotations
 
 import string
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from tapeout.runtime.engine.manifest import (
     TokenizerFacts,
 )
 from tapeout.runtime.engine.program import Buffer, Program, Record, TacticRange, View
+
+# Tests are imported by path (importlib mode), so their shared helpers need a place to be found.
+sys.path.insert(0, str(Path(__file__).parent))
 
 EOS, SPACE = 0, 27
 VOCAB = 28

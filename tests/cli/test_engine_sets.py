@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from invoking import invoke, ok
 
-from tapeout.cli.main import cli
 from tapeout.plugins.errors import EngineCorruptError, EngineError, UsageError
 from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM
@@ -25,15 +24,6 @@ from tapeout.runtime.engine_set import (
 
 LEVEL = detect_host().level
 Write = Callable[..., Path]
-
-
-def invoke(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(a) for a in args])
-
-
-def ok(result: Result) -> str:
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 def make_set(folder: Path, write: Write, *extra: EngineEntry) -> Path:

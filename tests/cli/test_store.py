@@ -12,9 +12,9 @@ from typing import Any
 
 import fsspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
+from invoking import invoke, ok
 
-from tapeout.cli.main import cli
 from tapeout.plugins.errors import EngineCorruptError, TapeoutError
 from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM
@@ -28,15 +28,6 @@ from tapeout.runtime.store.remote import RemoteStore, open_store
 LEVEL = detect_host().level
 OTHER = "cpu:aarch64" if LEVEL != "aarch64" else "cpu:x86_64_v2"
 Write = Callable[..., Path]
-
-
-def invoke(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(a) for a in args])
-
-
-def ok(result: Result) -> str:
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 def refused(result: Result, code: int, *words: str) -> None:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from invoking import invoke, ok
 
-from tapeout.cli.main import cli
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM
@@ -28,15 +27,6 @@ from tapeout.runtime.store.options import parse_bytes
 LEVEL = detect_host().level
 TAPEOUT = Path(sys.executable).with_name("tapeout")
 Write = Callable[..., Path]
-
-
-def invoke(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(a) for a in args])
-
-
-def ok(result: Result) -> str:
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
 
 
 def make_set(folder: Path, write: Write, **changes: Any) -> Path:

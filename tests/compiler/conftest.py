@@ -39,10 +39,11 @@ TOKENS_PER_PAGE = 4
 logging.getLogger("torch.__trace").propagate = False
 
 
-def _load_models() -> ModuleType:
-    name = "tapeout_test_models"
+def _load(file: str) -> ModuleType:
+    """A module of the folder above."""
+    name = f"tapeout_test_{file}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "models.py")
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{file}.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -53,7 +54,13 @@ def _load_models() -> ModuleType:
 @pytest.fixture(scope="session")
 def models() -> ModuleType:
     """tests/models.py."""
-    return _load_models()
+    return _load("models")
+
+
+@pytest.fixture(scope="session")
+def gguf_writer() -> ModuleType:
+    """tests/gguf_writer.py."""
+    return _load("gguf_writer")
 
 
 def reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:

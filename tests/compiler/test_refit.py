@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -56,16 +55,6 @@ def greedy(engine: Path) -> list[int]:
     with LLM(engine) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         return list(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
-
-
-@pytest.fixture(scope="session")
-def gguf_writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gguf_writer", Path(__file__).parents[1] / "gguf_writer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -30,16 +29,6 @@ from tapeout.runtime.engine import open_engine
 Q4_1, Q8_0 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
 SINGLE = "model.safetensors"
 Edit = Callable[[dict[str, np.ndarray]], None]
-
-
-@pytest.fixture(scope="session")
-def gguf_writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gguf_writer", Path(__file__).parents[1] / "gguf_writer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def moved(engine: Path, to: Path) -> Path:

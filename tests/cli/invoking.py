@@ -1,0 +1,19 @@
+"""Commands called in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from tapeout.cli.main import cli
+
+
+def invoke(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(a) for a in args])
+
+
+def ok(result: Result) -> str:
+    """What a command that succeeded printed."""
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
