@@ -64,6 +64,28 @@ def join_parts(
 
 
 @triton.jit
+def add_tile(
+    q_first, q_second, first, second, values, token, end, kv_len, scale, softcap, window, m, total, acc,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and output of some query heads with a tile of keys, in halves, and values added."""
+    scores = tl.dot(q_first, tl.trans(first), input_precision="ieee")
+    scores = tl.dot(q_second, tl.trans(second), scores, input_precision="ieee") * scale
+    if SOFTCAP:
+        scores = softcap * tanh(scores)
+    visible = token < end
+    if WINDOW:
+        visible = visible & (token >= kv_len - window)
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    highest = tl.maximum(m, tl.max(scores, axis=1))
+    p = tl.exp2(scores - highest[:, None])
+    keep = tl.exp2(m - highest)
+    total = total * keep + tl.sum(p, axis=1)
+    acc = tl.dot(p.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
+    return highest, total, acc
+
+
+@triton.jit
 def decode_turned(
     q, k, v, table, q_norm, k_norm, out, sinks, partial, partial_ml, arrivals,
     counts, cu_q, kv_lens, row_seqs, page_table, kv_pool, eps, weight_offset,
@@ -143,20 +165,10 @@ def decode_turned(
         first = tl.load(keys + pairs).to(kind)
         second = tl.load(keys + HALF + pairs).to(kind)
         values = tl.load(keys + PLANE + d[None, :]).to(kind)
-        scores = tl.dot(q_first, tl.trans(first), input_precision="ieee")
-        scores = tl.dot(q_second, tl.trans(second), scores, input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = softcap * tanh(scores)
-        visible = token < end
-        if WINDOW:
-            visible = visible & (token >= kv_len - window)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        highest = tl.maximum(m, tl.max(scores, axis=1))
-        p = tl.exp2(scores - highest[:, None])
-        keep = tl.exp2(m - highest)
-        total = total * keep + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(kind), values, acc * keep[:, None], input_precision="ieee")
-        m = highest
+        m, total, acc = add_tile(
+            q_first, q_second, first, second, values, token, end, kv_len, scale, softcap, window, m, total,
+            acc, WINDOW, SOFTCAP,
+        )  # fmt: skip
     if SPLITS > 1:
         low = 0
         if WINDOW:

@@ -5,16 +5,18 @@ launches ahead still run, and holds them in registers: it takes so little shared
 beside a launch whose ring fills a multiprocessor, and that the launch behind it finds room, too. The
 newest token's key and value never come from the cache: every block turns the key by itself, and the block
 the token belongs to writes both.
+
+How a block ends stands in decode_turned again: as a function of both it took that kernel 16 registers more on
+SM 80.
 """
 # mypy: disable-error-code="no-untyped-def"
 
 import triton
 import triton.language as tl
 
-from tapeout.plugins.activation.triton import tanh
 from tapeout.plugins.paged_attention.triton import add_sinks, decode_row, split_bounds
 from tapeout.plugins.rope_attention.triton import turned_heads
-from tapeout.plugins.rope_attention.triton_decode import join_parts
+from tapeout.plugins.rope_attention.triton_decode import add_tile, join_parts
 from tapeout.plugins.triton_aot.overlap import let_next_start, wait_for_earlier
 
 
@@ -105,20 +107,10 @@ def decode_early(
         cached_first, cached_second, cached_values = load_tile(  # the next ones, while these are used
             plane_of_head, pages, start + BLOCK_N, old_end, layers, layer, PLANE, DIM, PAGE, BLOCK_N
         )
-        scores = tl.dot(q_first, tl.trans(first), input_precision="ieee")
-        scores = tl.dot(q_second, tl.trans(second), scores, input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = softcap * tanh(scores)
-        visible = token < end
-        if WINDOW:
-            visible = visible & (token >= kv_len - window)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        highest = tl.maximum(m, tl.max(scores, axis=1))
-        p = tl.exp2(scores - highest[:, None])
-        keep = tl.exp2(m - highest)
-        total = total * keep + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(kind), values, acc * keep[:, None], input_precision="ieee")
-        m = highest
+        m, total, acc = add_tile(
+            q_first, q_second, first, second, values, token, end, kv_len, scale, softcap, window, m, total,
+            acc, WINDOW, SOFTCAP,
+        )  # fmt: skip
     if SPLITS > 1:
         low = 0
         if WINDOW:
