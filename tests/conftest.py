@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +32,13 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def repo() -> Path:
     """The top of the checkout."""
     return ROOT
+
+
+@pytest.fixture
+def benchmark_program(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Loads a program of benchmarks/ by its name; what stands beside it is importable, as when it is run."""
+    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

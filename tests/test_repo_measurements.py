@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable
@@ -26,15 +25,8 @@ def test_the_cuda_page_shows_its_records(repo: Path) -> None:
         assert is_now == f"{now[f'{kind}-{size}']:.2f}", (kind, size)
 
 
-@pytest.fixture
-def program(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Loads a program of benchmarks/ by its name."""
-    monkeypatch.syspath_prepend(str(repo / "benchmarks"))
-    return importlib.import_module
-
-
-def test_the_design_table_is_that_of_its_record(program: Callable[[str], ModuleType]) -> None:
-    rows = program("design_rows")
+def test_the_design_table_is_that_of_its_record(benchmark_program: Callable[[str], ModuleType]) -> None:
+    rows = benchmark_program("design_rows")
     for document in rows.DOCUMENTS:
         text = document.read_text()
         assert rows.place(text, rows.render()) == text, f"{document.name}: run `make docs`"
@@ -82,9 +74,11 @@ def test_the_readme_shows_its_records(repo: Path) -> None:
     assert shown == measured
 
 
-def test_the_segments_table_is_that_of_its_record(repo: Path, program: Callable[[str], ModuleType]) -> None:
+def test_the_segments_table_is_that_of_its_record(
+    repo: Path, benchmark_program: Callable[[str], ModuleType]
+) -> None:
     """And the record holds what it has to: every model in both dtypes for every compute capability."""
-    rows = program("tensorrt_rows")
+    rows = benchmark_program("tensorrt_rows")
     text = (repo / "docs/tensorrt.md").read_text()
     assert rows.place(text, rows.render()) == text
     builds = json.loads((repo / "benchmarks/results/tensorrt_rtx_segments.json").read_text())["builds"]
@@ -93,3 +87,13 @@ def test_the_segments_table_is_that_of_its_record(repo: Path, program: Callable[
     dtypes, sms = ("bfloat16", "float16"), (80, 86, 89, 120)
     assert found == {(model, dtype, sm) for model in models for dtype in dtypes for sm in sms}
     assert all(len(b["segments"]) == 3 and s["same_layers_twice"] for b in builds for s in b["segments"])
+
+
+def test_a_marked_table_replaces_the_one_that_stood_there(
+    benchmark_program: Callable[[str], ModuleType],
+) -> None:
+    marked = benchmark_program("marked_table").MarkedTable("<!-- here -->", "<!-- end -->")
+    text = "a\n<!-- here -->\n{}\n<!-- end -->\nb"
+    assert marked.place(text.format("old\nrows"), "new") == text.format("new")
+    with pytest.raises(ValueError, match="<!-- here -->"):
+        marked.place("no marks", "new")

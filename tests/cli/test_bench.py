@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -247,30 +246,14 @@ def test_workloads_that_do_not_fit_are_refused(bench: Callable[..., Result], wor
 # ---- the record of the budgets ----------------------------------------------------------------
 
 
-@pytest.fixture
-def benchmarks(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Loads a program of benchmarks/."""
-
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"bench_{name}", repo / f"benchmarks/{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, f"bench_{name}", module)  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
 def test_the_design_record_fills_up_and_its_table_shows_it(
-    benchmarks: Callable[[str], ModuleType],
+    benchmark_program: Callable[[str], ModuleType],
     alphabet: Path,
     workload: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program, table = benchmarks("run_design_table"), benchmarks("design_rows")
+    program, table = benchmark_program("run_design_table"), benchmark_program("design_rows")
     monkeypatch.setattr(program, "WORKLOAD", workload)
     monkeypatch.setattr(table, "RECORD", tmp_path / "design_table.json")
     assert table.render().count("not measured") == len(table.ROWS)
@@ -295,7 +278,3 @@ def test_the_design_record_fills_up_and_its_table_shows_it(
     ours = model["figures"]["decode-1"]
     assert f"| {ours:,.2f} ms | {peer / ours:.2f} |" in table.render()
     assert "1B: " in table.render()
-    assert (
-        table.place(f"a\n{table.BEGIN}\nold\n{table.END}\nb", "new")
-        == f"a\n{table.BEGIN}\nnew\n{table.END}\nb"
-    )
