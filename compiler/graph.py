@@ -120,7 +120,7 @@ class Graph:
             node.meta["val"] = node.target(*args, **kwargs)
 
     def tidy(self) -> None:
-        """Remove dead calls and unused weights, check the graph, regenerate its code."""
+        """Remove dead calls and unused weights, check the graph."""
         self.graph.eliminate_dead_code(is_impure_node=_is_impure)
         for node in list(self.graph.find_nodes(op="placeholder")):
             name = node.meta.get("weight")
@@ -129,7 +129,11 @@ class Graph:
         used = {n.meta.get("weight") for n in self.graph.find_nodes(op="placeholder")}
         self.weights = {name: ref for name, ref in self.weights.items() if name in used}
         self.graph.lint()
+
+    def runnable(self) -> fx.GraphModule:
+        """The module with the code of the graph as it stands, which passes leave behind."""
         self.module.recompile()
+        return self.module
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -192,5 +196,5 @@ def run_graph(
         for node in graph.graph.find_nodes(op="placeholder")
     ]
     with torch.no_grad():
-        (logits,) = graph.module(*args)
+        (logits,) = graph.runnable()(*args)
     return logits

@@ -166,4 +166,4 @@ def _dump(graph: Graph, path: Path) -> None:
     weights = "".join(
         f"# {name} = {ref.text()}: {ref.dtype}{list(ref.shape)}\n" for name, ref in graph.weights.items()
     )
-    path.write_text(weights + graph.module.code)
+    path.write_text(weights + graph.runnable().code)

@@ -128,9 +128,14 @@ def _export(model: nn.Module) -> tuple[ExportedProgram, dict[str, str], list[int
     masks = nullcontext() if model.config._attn_implementation == INTERFACE else masks_as_tensors()
     with recording() as recorder, masks:
         program = _export_program(_Wrapper(model, recorder))
+    return program, _tensor_names(program), recorder.layers
+
+
+def _tensor_names(program: ExportedProgram) -> dict[str, str]:
+    """The model's name of every parameter and buffer, by placeholder."""
     signature = program.graph_signature
     named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    return program, {k: v.removeprefix(_PREFIX) for k, v in named.items()}, recorder.layers
+    return {target: name.removeprefix(_PREFIX) for target, name in named.items()}
 
 
 def _export_repeated(model: nn.Module, layers: Layers) -> tuple[ExportedProgram, dict[str, str], list[int]]:

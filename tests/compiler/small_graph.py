@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from tapeout.compiler.graph import Graph, read_weights, to_numpy
 from tapeout.compiler.passes.canonicalize import canonicalize
-from tapeout.compiler.trace import _to_graph
+from tapeout.compiler.trace import _tensor_names, _to_graph
 from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import CONST_PREFIX, WeightRef, run_recipe
 
@@ -50,7 +50,9 @@ class SmallGraph:
             dtype = str(tensors[name].dtype).removeprefix("torch.")
             return WeightRef.of(TensorInfo(name, dtype, tuple(tensors[name].shape)))
 
-        self.graph = _to_graph(program, module, 1, weight, dict(module.named_buffers()))
+        self.graph = _to_graph(
+            program, _tensor_names(program), module, 1, weight, dict(module.named_buffers())
+        )
         canonicalize(self.graph)
         self.graph.tidy()
 
@@ -81,7 +83,7 @@ class SmallGraph:
             for n in self.graph.graph.find_nodes(op="placeholder")
         ]
         with torch.no_grad():
-            outputs = self.graph.module(*args)
+            outputs = self.graph.runnable()(*args)
         first: torch.Tensor = outputs[0]
         return first
 
