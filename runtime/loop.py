@@ -31,7 +31,7 @@ from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.record import Pause, PauseCause, StepRecord, evictions_of
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
-from tapeout.runtime.scheduler.room import fit_to_pages, pages_short, slots_to_pause
+from tapeout.runtime.scheduler.room import fit_to_pages, lacking_pages, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import Executor, StepResult
 from tapeout.runtime.unread import UnreadSteps
@@ -186,8 +186,8 @@ class EngineLoop:
         """Plan and submit one step, then read the one before; True while there is work."""
         held = self._admit()
         plan = self.microbatch.plan(self._next_step, self.running)
-        if self.capacity.may_pause and (short := pages_short(plan, self.kv_cache)) > 0:
-            plan = self._make_room(plan, short)
+        if self.capacity.may_pause and (lacking := lacking_pages(plan, self.kv_cache)) is not None:
+            plan = self._make_room(plan, lacking)
         if plan.num_sequences:
             self._submit(plan, held)
         elif self._admitted or self._paused:  # all pages are still on their way back
@@ -223,24 +223,27 @@ class EngineLoop:
                 self._fail(request, error)
         return held
 
-    def _make_room(self, plan: StepPlan, short: int) -> StepPlan:
+    def _make_room(self, plan: StepPlan, lacking: np.ndarray) -> StepPlan:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
         draining = np.array([r.slot for r in self._unread.draining()], np.int64)
-        paused = slots_to_pause(plan, running, kv_cache, draining)
-        self._pause(paused, PauseCause.PAGES, short)
-        return fit_to_pages(plan, running, kv_cache, paused)
+        short = int(lacking.sum()) - kv_cache.num_free
+        self._pause(slots_to_pause(plan, lacking, running, kv_cache, draining), PauseCause.PAGES, short)
+        return fit_to_pages(plan, lacking, running, kv_cache)
 
     def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
         """One after the other: what one shares with those before it comes back with them."""
+        requests = [self.running.request(slot) for slot in slots.tolist()]
         returning = self.kv_cache.returning_pages(slots[::-1])[::-1].tolist()
         planned = self.running.planned_tokens(slots).tolist()
-        for slot, pages, tokens in zip(slots.tolist(), returning, planned, strict=True):
-            request = self.running.request(slot)
-            self._paused.append(Pause(request.request_id, cause, pages, short_pages, tokens))
-            self._counts.pauses += 1
-            self.running.pause(request)
-            if not self._unread.hold(request):
+        self._paused += [
+            Pause(request.request_id, cause, pages, short_pages, tokens)
+            for request, pages, tokens in zip(requests, returning, planned, strict=True)
+        ]
+        self._counts.pauses += len(requests)
+        self.running.pause(slots)
+        for request in self._unread.hold_all(requests, slots):
+            if request.finish is None:  # a consumer of another one may just have ended it
                 self._queue_again(request)
 
     def _queue_again(self, request: Request) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.request import Request
 from tapeout.runtime.scheduler.running import Running
@@ -59,6 +61,20 @@ class UnreadSteps:
             self._draining[request.request_id] = request
             return True
         return False
+
+    def hold_all(self, requests: list[Request], slots: np.ndarray) -> list[Request]:
+        """Hold those of the requests that have to drain, of which none does yet; gives the others.
+
+        slots: [B] theirs.
+        """
+        others = []
+        in_unread_step = self._running.last_step[slots] > self.last_read
+        for request, drains in zip(requests, in_unread_step.tolist(), strict=True):
+            if drains:
+                self._draining[request.request_id] = request
+            else:
+                others.append(request)
+        return others
 
     def draining(self) -> list[Request]:
         return list(self._draining.values())

@@ -104,31 +104,9 @@ class KvCache:
         A page that several of them share is counted for the first of them, one that others hold for none:
         the sum over the last slots is what freeing just those gives.
         """
-        returning: np.ndarray = self._pages.num_used[slots].copy()
-        if not self.options.enable_prefix_reuse:
-            return returning
-        shared = self._num_shared(slots)
-        if shared.any():
-            rows = np.repeat(np.arange(len(slots)), shared)
-            places = np.arange(len(rows)) - np.repeat(np.cumsum(shared) - shared, shared)
-            pages = self.tables[slots[rows], places]
-            ordered = pages[turn := pages.argsort(kind="stable")]
-            begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-            owners = np.diff(begins, append=len(ordered))
-            all_of_them = owners == self.pool.reference_counts[ordered[begins]]
-            returning -= shared
-            returning += np.bincount(rows[turn[begins[all_of_them]]], minlength=len(slots)).astype(np.int32)
-        return returning
-
-    def _num_shared(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages of each slot that others hold, too. Whoever holds a page holds those before it, so
-        that they are the first ones, and halving finds how many; for all slots at once."""
-        low, high = np.zeros(len(slots), np.int32), self._pages.num_used[slots].copy()
-        while (open_ := low < high).any():
-            middle = (low + high) // 2  # of a page that exists, where the search is open
-            is_shared = open_ & (self.pool.reference_counts[self.tables[slots, middle * open_]] > 1)
-            low, high = np.where(is_shared, middle + 1, low), np.where(open_ & ~is_shared, middle, high)
-        return low
+        if not self.options.enable_prefix_reuse:  # nobody shares
+            return self._pages.num_used[slots]
+        return self._pages.returning(slots, self.pool.reference_counts)
 
     @property
     def retired_pages(self) -> int:

@@ -150,12 +150,12 @@ class Running:
         if self._by_id.pop(request.request_id, None) is not None:
             self.alive[request.slot] = False
             self.requests[request.slot] = None
-            self.pause(request)
+            self.pause(request.slot)
             self._count_ending_ids(request, -1)
 
-    def pause(self, request: Request) -> None:
-        """It takes part in no further step. It may be in one whose ids are still to be read."""
-        self.planned[request.slot] = False
+    def pause(self, slots: np.ndarray | int) -> None:
+        """They take part in no further step. They may be in one whose ids are still to be read."""
+        self.planned[slots] = False
         self._some_left = True
 
     def has_sampled(self, slot: int) -> bool:
