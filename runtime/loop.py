@@ -83,7 +83,8 @@ class EngineLoop:
         self._arrivals = 0
         # Decided in this turn, for its record.
         self._admitted: list[Admission] = []
-        self._paused: list[Pause] = []
+        self._paused: list[Pause] = []  # where somebody listens
+        self._has_decided = False
         self._counts = LoopCounts()
 
     # ---- requests come and go -------------------------------------------------------------
@@ -190,7 +191,7 @@ class EngineLoop:
             plan = self._make_room(plan, lacking)
         if plan.num_sequences:
             self._submit(plan, held)
-        elif self._admitted or self._paused:  # all pages are still on their way back
+        elif self._has_decided:  # all pages are still on their way back
             self._tell(held, plan, self.kv_cache.num_used)
             self._next_step += 1
         while len(self._unread) > (self._most_in_flight if plan.num_sequences else 0):
@@ -210,6 +211,7 @@ class EngineLoop:
         for request, admission in admitted:
             self.running.add(request)
             self._admitted.append(admission)
+            self._has_decided = True
             if request.times.admitted is None:
                 request.times.admitted = now
             if request.pauses:
@@ -234,13 +236,15 @@ class EngineLoop:
     def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
         """One after the other: what one shares with those before it comes back with them."""
         requests = [self.running.request(slot) for slot in slots.tolist()]
-        returning = self.kv_cache.returning_pages(slots[::-1])[::-1].tolist()
-        planned = self.running.planned_tokens(slots).tolist()
-        self._paused += [
-            Pause(request.request_id, cause, pages, short_pages, tokens)
-            for request, pages, tokens in zip(requests, returning, planned, strict=True)
-        ]
+        if self._is_heard:
+            returning = self.kv_cache.returning_pages(slots[::-1])[::-1].tolist()
+            planned = self.running.planned_tokens(slots).tolist()
+            self._paused += [
+                Pause(request.request_id, cause, pages, short_pages, tokens)
+                for request, pages, tokens in zip(requests, returning, planned, strict=True)
+            ]
         self._counts.pauses += len(requests)
+        self._has_decided |= bool(requests)
         self.running.pause(slots)
         for request in self._unread.hold_all(requests, slots):
             if request.finish is None:  # a consumer of another one may just have ended it
@@ -257,10 +261,14 @@ class EngineLoop:
         self._leftovers.release(request)
         self._waiting.add(request)
 
+    @property
+    def _is_heard(self) -> bool:
+        return self.on_step is not None or self.observer is not None
+
     def _tell(self, held: Held | None, plan: StepPlan, pages_used: int) -> None:
         """Give the step's record to whoever listens."""
         evicted = self.kv_cache.take_evictions()
-        if self.on_step is not None or self.observer is not None:
+        if self._is_heard:
             record = StepRecord(
                 tuple(self._admitted),
                 held,
@@ -274,7 +282,7 @@ class EngineLoop:
                 self.observer.on_step(record)
             if self.on_step is not None:
                 self.on_step(record)
-        self._admitted, self._paused = [], []
+        self._admitted, self._paused, self._has_decided = [], [], False
 
     def _submit(self, plan: StepPlan, held: Held | None) -> None:
         """Give the step its pages, tell of it, queue it, and move its requests' planned state forward."""

@@ -74,6 +74,7 @@ class KvCache:
         self._weights = weights
         self._slots: list[SlotState | None] = [None] * num_slots
         self._to_store = np.zeros(num_slots, bool)  # slots whose contexts have not been stored
+        self._num_stored = np.zeros(num_slots, np.int32)  # pages of their paths
         self.any_to_store = False
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
@@ -196,7 +197,7 @@ class KvCache:
         self._pages.begin(slot, pages)
         prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
         state = SlotState(owner, self._namespace(user), user, prompt_tokens, list(match.path))
-        self._slots[slot] = state
+        self._slots[slot], self._num_stored[slot] = state, len(match.path)
         self._note_evictions((slot,))
         if self.options.enable_prefix_reuse:
             self._to_store[slot] = self.any_to_store = True
@@ -222,12 +223,17 @@ class KvCache:
         if self._cache.evicted and grown is not None:
             self._note_evictions(tuple(grown.tolist()))
 
-    def slots_to_store(self, ready: np.ndarray) -> list[int]:
-        """Those of the slots that are `ready` (bool [num_slots]) and have not been named since a request was
-        attached: its context can be stored."""
-        slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
-        self._to_store[slots] = False
+    def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
+        """Slots whose contexts can be stored: they are ready, have full pages beyond those in the tree, and have
+        not been looked at while they were ready since a request was attached.
+
+        ready: bool [num_slots]. num_tokens: [num_slots] what `store` would be told.
+        """
+        looked_at = self._to_store & ready
+        self._to_store ^= looked_at
         self.any_to_store = bool(self._to_store.any())
+        has_more = num_tokens // self.tokens_per_page > self._num_stored
+        slots: list[int] = (looked_at & has_more).nonzero()[0].tolist()
         return slots
 
     def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
@@ -260,6 +266,7 @@ class KvCache:
             else:
                 self.tables[slot, i] = parent.page
                 self._retire(in_use_until, page)
+        self._num_stored[slot] = end
 
     def free(self, slot: int, *, failed: bool = False) -> None:
         """Give back all pages of the slot. Pages left to the prefix cache stay there, unless the request

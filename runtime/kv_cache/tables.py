@@ -81,28 +81,33 @@ class PageTables:
     def returning(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """int32 [B]: see `KvCache.returning_pages`. owners: int [num_pages], how many have each page."""
         returning: np.ndarray = self.num_used[slots]
+        bases = slots * self.tables.shape[1]
         # Whoever holds a page holds those before it: without a first page that others hold there is none.
-        rows = ((owners[self.tables[slots, 0]] > 1) & (returning > 0)).nonzero()[0]
+        rows = ((owners[self._flat[bases]] > 1) & (returning > 0)).nonzero()[0]
         if len(rows):
-            sharing = slots[rows]
-            shared = self._num_shared(sharing, owners)
+            bases = bases[rows]
+            shared = self._num_shared(bases, returning[rows], owners)
             returning[rows] -= shared
-            rows = rows.repeat(shared)
-            places = np.arange(len(rows)) - (shared.cumsum() - shared).repeat(shared)
-            pages = self.tables[sharing.repeat(shared), places]
-            ordered = pages[turn := pages.argsort(kind="stable")]
-            begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-            among_them = np.diff(begins, append=len(ordered))
-            come_back = begins[among_them == owners[ordered[begins]]]
-            np.add.at(returning, rows[turn[come_back]], 1)
+            ends = shared.cumsum()
+            places = np.arange(ends[-1]) + (bases - ends + shared).repeat(shared)
+            pages, rows = self._flat[places], rows.repeat(shared)
+            turn = pages.argsort(kind="stable")  # those of the same page in the order of rows
+            pages, rows = pages[turn], rows[turn]
+            is_first = np.ones(len(pages), bool)
+            np.not_equal(pages[1:], pages[:-1], out=is_first[1:])
+            first = is_first.nonzero()[0]
+            among_them = np.append(first[1:], len(pages)) - first
+            come_back = first[among_them == owners[pages[first]]]
+            np.add.at(returning, rows[come_back], 1)
         return returning
 
-    def _num_shared(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    def _num_shared(self, bases: np.ndarray, num_used: np.ndarray, owners: np.ndarray) -> np.ndarray:
         """int32 [B]: pages of each slot that others hold, too, of slots whose first page others hold. Such
         pages are the first ones, and halving finds how many; for all slots at once."""
-        low, high = np.ones(len(slots), np.int32), self.num_used[slots]
+        low, high = np.ones(len(bases), np.int32), num_used
         while (open_ := low < high).any():
-            middle = (low + high) // 2  # of a page that exists, where the search is open
-            is_shared = open_ & (owners[self.tables[slots, middle * open_]] > 1)
-            low, high = np.where(is_shared, middle + 1, low), np.where(open_ & ~is_shared, middle, high)
+            middle = (low + high) >> 1  # of a page that exists, where the search is open
+            is_shared = owners[self._flat[bases + middle * open_]] > 1
+            high = np.where(open_ & ~is_shared, middle, high)
+            low = np.where(open_ & is_shared, middle + 1, low)
         return low

@@ -168,6 +168,13 @@ class Running:
         sampled: np.ndarray = self.output_tokens > self.resumed_tokens
         return sampled
 
+    @property
+    def known_tokens(self) -> np.ndarray:
+        """int32 [num_slots]: prompt and ids read, of those that have sampled since they were admitted: but for
+        the last one, which has not been, or may not have been, in a step that was read."""
+        known: np.ndarray = self.worst_case_tokens - self.max_tokens + self.output_tokens - 1
+        return known
+
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """One id was read for each of these slots: which of them have to be looked at now, as indices.
 
