@@ -17,6 +17,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from tapeout.runtime.decisions import Decisions
 from tapeout.runtime.delivery import Delivery
 from tapeout.runtime.ends import failed, not_finite, output_failed
 from tapeout.runtime.engine import Engine
@@ -24,12 +25,12 @@ from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.leftovers import Leftovers
 from tapeout.runtime.observe import LoopCounts, LoopStats, Observer
 from tapeout.runtime.packing import pack_step
-from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Held
+from tapeout.runtime.scheduler.capacity import CapacityScheduler, Held
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
-from tapeout.runtime.scheduler.record import Pause, PauseCause, StepRecord, evictions_of
+from tapeout.runtime.scheduler.record import PauseCause, StepRecord
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
 from tapeout.runtime.scheduler.room import fit_to_pages, lacking_pages, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
@@ -81,10 +82,7 @@ class EngineLoop:
         self._delivery = Delivery(self.running, self._finish)
         self._next_step = 0
         self._arrivals = 0
-        # Decided in this turn, for its record.
-        self._admitted: list[Admission] = []
-        self._paused: list[Pause] = []  # where somebody listens
-        self._has_decided = False
+        self._decisions = Decisions(self.running, kv_cache)
         self._counts = LoopCounts()
 
     # ---- requests come and go -------------------------------------------------------------
@@ -191,7 +189,7 @@ class EngineLoop:
             plan = self._make_room(plan, lacking)
         if plan.num_sequences:
             self._submit(plan, held)
-        elif self._has_decided:  # all pages are still on their way back
+        elif self._decisions.any:  # all pages are still on their way back
             self._tell(held, plan, self.kv_cache.num_used)
             self._next_step += 1
         while len(self._unread) > (self._most_in_flight if plan.num_sequences else 0):
@@ -210,8 +208,7 @@ class EngineLoop:
         now = self.clock()
         for request, admission in admitted:
             self.running.add(request)
-            self._admitted.append(admission)
-            self._has_decided = True
+            self._decisions.admit(admission)
             if request.times.admitted is None:
                 request.times.admitted = now
             if request.pauses:
@@ -234,17 +231,9 @@ class EngineLoop:
         return fit_to_pages(plan, lacking, running, kv_cache)
 
     def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
-        """One after the other: what one shares with those before it comes back with them."""
         requests = [self.running.request(slot) for slot in slots.tolist()]
-        if self._is_heard:
-            returning = self.kv_cache.returning_pages(slots[::-1])[::-1].tolist()
-            planned = self.running.planned_tokens(slots).tolist()
-            self._paused += [
-                Pause(request.request_id, cause, pages, short_pages, tokens)
-                for request, pages, tokens in zip(requests, returning, planned, strict=True)
-            ]
+        self._decisions.pause(requests, slots, cause, short_pages, self._is_heard)
         self._counts.pauses += len(requests)
-        self._has_decided |= bool(requests)
         self.running.pause(slots)
         for request in self._unread.hold_all(requests, slots):
             if request.finish is None:  # a consumer of another one may just have ended it
@@ -269,20 +258,12 @@ class EngineLoop:
         """Give the step's record to whoever listens."""
         evicted = self.kv_cache.take_evictions()
         if self._is_heard:
-            record = StepRecord(
-                tuple(self._admitted),
-                held,
-                tuple(self._paused),
-                plan,
-                len(self._waiting),
-                pages_used,
-                evictions_of(evicted, plan.names),
-            )
+            record = self._decisions.record(held, plan, len(self._waiting), pages_used, evicted)
             if self.observer is not None:
                 self.observer.on_step(record)
             if self.on_step is not None:
                 self.on_step(record)
-        self._admitted, self._paused, self._has_decided = [], [], False
+        self._decisions.clear()
 
     def _submit(self, plan: StepPlan, held: Held | None) -> None:
         """Give the step its pages, tell of it, queue it, and move its requests' planned state forward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,14 +80,13 @@ class UnreadSteps:
     def draining(self) -> list[Request]:
         return list(self._draining.values())
 
-    def drained(self) -> list[Request]:
-        """Those that waited for steps which have been read by now."""
-        if not self._draining:
-            return []
-        done = [r for r in self._draining.values() if not self._in_unread_step(r)]
-        for request in done:
-            del self._draining[request.request_id]
-        return done
+    def drained(self) -> Iterator[Request]:
+        """Those that waited for steps which have been read by now; each is held until it is its turn, so that
+        what becomes of one may end the next."""
+        if self._draining:
+            for request in [r for r in self._draining.values() if not self._in_unread_step(r)]:
+                del self._draining[request.request_id]
+                yield request
 
     def _in_unread_step(self, request: Request) -> bool:
         return bool(self._running.last_step[request.slot] > self.last_read)

@@ -224,8 +224,8 @@ class KvCache:
             self._note_evictions(tuple(grown.tolist()))
 
     def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
-        """Slots whose contexts can be stored: they are ready, have full pages beyond those in the tree, and have
-        not been looked at while they were ready since a request was attached.
+        """Slots whose contexts can be stored: they are ready, have full pages beyond those in the tree, and
+        have not been looked at while they were ready since a request was attached.
 
         ready: bool [num_slots]. num_tokens: [num_slots] what `store` would be told.
         """

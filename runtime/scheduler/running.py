@@ -170,8 +170,8 @@ class Running:
 
     @property
     def known_tokens(self) -> np.ndarray:
-        """int32 [num_slots]: prompt and ids read, of those that have sampled since they were admitted: but for
-        the last one, which has not been, or may not have been, in a step that was read."""
+        """int32 [num_slots]: prompt and ids read but for the last one, which has not been, or may not have
+        been, in a step that was read. Of those that have sampled since they were admitted."""
         known: np.ndarray = self.worst_case_tokens - self.max_tokens + self.output_tokens - 1
         return known
 

@@ -189,7 +189,7 @@ class Scheduling(RuleBasedStateMachine):
         """What is available after an admission is what there was, less what it said it needs."""
         held = self.admit()
         loop = self.rig.loop
-        admitted = loop._admitted
+        admitted = loop._decisions.admitted
         for one, following in itertools.pairwise(admitted):
             assert following.available_pages == one.available_pages - one.pages
         if admitted:
