@@ -8,6 +8,8 @@ import numpy as np
 
 from tapeout.runtime.kv_cache.pages import NO_PAGE, pages_for
 
+_FEW_PAGES = 512
+
 
 class PageTables:
     """Struct of arrays, so that a decode step in which no request needs a page costs a comparison.
@@ -86,7 +88,9 @@ class PageTables:
         rows = ((owners[self._flat[bases]] > 1) & (returning > 0)).nonzero()[0]
         if len(rows):
             bases = bases[rows]
-            shared = self._num_shared(bases, returning[rows], owners)
+            shared = returning[rows]
+            if shared.sum() > _FEW_PAGES:  # else all are looked at, of whomever they are
+                shared = self._num_shared(bases, shared, owners)
             returning[rows] -= shared
             ends = shared.cumsum()
             places = np.arange(ends[-1]) + (bases - ends + shared).repeat(shared)

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime import loop as loop_module
-from tapeout.runtime.kv_cache import CacheUser, KvCache, PinnedPrefix, PrefixCacheOptions
+from tapeout.runtime.kv_cache import CacheUser, KvCache, PinnedPrefix, PrefixCacheOptions, tables
 from tapeout.runtime.scheduler import room
 from tapeout.runtime.scheduler.plan import Reason, StepPlan
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
@@ -305,6 +305,7 @@ def state_machine(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> ty
 
     monkeypatch.setattr(loop_module, "slots_to_pause", checked)
     monkeypatch.setattr(room, "_FEW", 1)  # so that the first look often does not suffice
+    monkeypatch.setattr(tables, "_FEW_PAGES", 4)  # nor are these always few
     return type("BoundScheduling", (Scheduling,), {"fakes": fakes})
 
 
