@@ -48,7 +48,7 @@ from tapeout.runtime.scheduler.request import Finish, Request, RequestTimes
 
 LIMITS = Limits(max_batch_size=2048, max_num_tokens=8192, max_seq_len=1024, tokens_per_page=32)
 PROMPT_TOKENS = 32
-TURNS = 40  # of a round
+TURNS_PER_ROUND = 40
 OUTPUT_TOKENS = 129  # of a request of `generate`
 #: Parts of a turn, by the function that does each.
 PARTS: dict[str, tuple[Any, str]] = {
@@ -109,9 +109,9 @@ def decoding(llm: LLM, size: int, sinks: bool) -> Iterator[Callable[[], Any]]:
 def turn_us(turn: Callable[[], Any], rounds: int) -> float:
     def one_round() -> float:
         start = time.thread_time()
-        for _ in range(TURNS):
+        for _ in range(TURNS_PER_ROUND):
             turn()
-        return (time.thread_time() - start) / TURNS * 1e6
+        return (time.thread_time() - start) / TURNS_PER_ROUND * 1e6
 
     return statistics.median(one_round() for _ in range(rounds))
 
@@ -121,7 +121,7 @@ def parts_us(turn: Callable[[], Any]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in (*PARTS, "turn")}
     undo = [_timed(owner, name, times[part]) for part, (owner, name) in PARTS.items()]
     try:
-        for _ in range(4 * TURNS):
+        for _ in range(4 * TURNS_PER_ROUND):
             start = time.perf_counter()
             turn()
             times["turn"].append(time.perf_counter() - start)
@@ -236,7 +236,7 @@ def main() -> None:
             "prompt_tokens": PROMPT_TOKENS,
             "output_tokens": OUTPUT_TOKENS,
             "rounds": args.rounds,
-            "turns": TURNS,
+            "turns": TURNS_PER_ROUND,
         },
         "sizes": rows,
     }

@@ -22,7 +22,7 @@ class Leftovers:
         """Those that have been read since this was called last."""
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
         ready = self._running.alive & self._running.have_sampled
-        for slot in self._kv_cache.slots_to_store(ready):
+        for slot in self._kv_cache.slots_to_store(ready, self._running.known_tokens):
             self._store(self._running.request(slot))
 
     def release(self, request: Request) -> None:
@@ -35,6 +35,5 @@ class Leftovers:
 
     def _store(self, request: Request) -> None:
         slot, running = request.slot, self._running
-        # The last id has been read, but it has not been, or may not have been, in a step that was.
-        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1
+        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1  # as in `Running.known_tokens`
         self._kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))

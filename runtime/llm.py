@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -19,17 +18,17 @@ from tapeout.runtime.chats import ChatPrompts
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list, with_cache_options
-from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions, RequestCache
+from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions
 from tapeout.runtime.laps import Laps
 from tapeout.runtime.llm_options import check_params, check_priorities, engine_path
 from tapeout.runtime.loading import eos_token_ids, load
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
+from tapeout.runtime.new_request import new_request
 from tapeout.runtime.observe import LoopStats
 from tapeout.runtime.output import RequestOutput
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import StepRecord
-from tapeout.runtime.scheduler.request import Request, RequestTimes
 from tapeout.runtime.stream import RequestStream
 from tapeout.runtime.text.chat_template import Message
 from tapeout.runtime.trace.writer import EventMaker, open_trace, start_event
@@ -351,26 +350,15 @@ class LLM:
             raise UsageError("this LLM is closed")
 
     def _queue(self, checked: CheckedRequest, priority: int = 0) -> Collector:
-        request_id = str(next(self._ids))
-        clock = self._loop.clock()
-        times = RequestTimes(arrival=clock)
-        cache = RequestCache(checked.cache_user)
-        collector = Collector(request_id, checked, self.tokenizer, times, time.time() - clock, cache)
-        self._loop.add(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=checked.prompt_token_ids,
-                params=checked.params,
-                max_tokens=checked.max_tokens,
-                sink=collector,
-                times=times,
-                eos_token_ids=frozenset() if checked.params.ignore_eos else self._eos,
-                stop_token_ids=frozenset(checked.params.stop_token_ids),
-                watched=collector.watches,
-                priority=priority,
-                cache=cache,
-            )
+        request, collector = new_request(
+            str(next(self._ids)),
+            checked,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self._eos,
+            priority=priority,
+            arrival=self._loop.clock(),
         )
+        self._loop.add(request)
         return collector
 
     def _compute(self, prompt: Prompt) -> CheckedRequest:

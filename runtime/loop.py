@@ -17,6 +17,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from tapeout.runtime.decisions import Decisions
 from tapeout.runtime.delivery import Delivery
 from tapeout.runtime.ends import failed, not_finite, output_failed
 from tapeout.runtime.engine import Engine
@@ -24,14 +25,14 @@ from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.leftovers import Leftovers
 from tapeout.runtime.observe import LoopCounts, LoopStats, Observer
 from tapeout.runtime.packing import pack_step
-from tapeout.runtime.scheduler.capacity import Admission, CapacityScheduler, Held
+from tapeout.runtime.scheduler.capacity import CapacityScheduler, Held
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
-from tapeout.runtime.scheduler.record import Pause, PauseCause, StepRecord, evictions_of
+from tapeout.runtime.scheduler.record import PauseCause, StepRecord
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
-from tapeout.runtime.scheduler.room import fit_to_pages, pages_short, slots_to_pause
+from tapeout.runtime.scheduler.room import fit_to_pages, lacking_pages, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import Executor, StepResult
 from tapeout.runtime.unread import UnreadSteps
@@ -81,9 +82,7 @@ class EngineLoop:
         self._delivery = Delivery(self.running, self._finish)
         self._next_step = 0
         self._arrivals = 0
-        # Decided in this turn, for its record.
-        self._admitted: list[Admission] = []
-        self._paused: list[Pause] = []
+        self._decisions = Decisions(self.running, kv_cache)
         self._counts = LoopCounts()
 
     # ---- requests come and go -------------------------------------------------------------
@@ -186,11 +185,11 @@ class EngineLoop:
         """Plan and submit one step, then read the one before; True while there is work."""
         held = self._admit()
         plan = self.microbatch.plan(self._next_step, self.running)
-        if self.capacity.may_pause and (short := pages_short(plan, self.kv_cache)) > 0:
-            plan = self._make_room(plan, short)
+        if self.capacity.may_pause and (lacking := lacking_pages(plan, self.kv_cache)) is not None:
+            plan = self._make_room(plan, lacking)
         if plan.num_sequences:
             self._submit(plan, held)
-        elif self._admitted or self._paused:  # all pages are still on their way back
+        elif self._decisions.any:  # all pages are still on their way back
             self._tell(held, plan, self.kv_cache.num_used)
             self._next_step += 1
         while len(self._unread) > (self._most_in_flight if plan.num_sequences else 0):
@@ -209,7 +208,7 @@ class EngineLoop:
         now = self.clock()
         for request, admission in admitted:
             self.running.add(request)
-            self._admitted.append(admission)
+            self._decisions.admit(admission)
             if request.times.admitted is None:
                 request.times.admitted = now
             if request.pauses:
@@ -223,24 +222,21 @@ class EngineLoop:
                 self._fail(request, error)
         return held
 
-    def _make_room(self, plan: StepPlan, short: int) -> StepPlan:
+    def _make_room(self, plan: StepPlan, lacking: np.ndarray) -> StepPlan:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
         draining = np.array([r.slot for r in self._unread.draining()], np.int64)
-        paused = slots_to_pause(plan, running, kv_cache, draining)
-        self._pause(paused, PauseCause.PAGES, short)
-        return fit_to_pages(plan, running, kv_cache, paused)
+        short = int(lacking.sum()) - kv_cache.num_free
+        self._pause(slots_to_pause(plan, lacking, running, kv_cache, draining), PauseCause.PAGES, short)
+        return fit_to_pages(plan, lacking, running, kv_cache)
 
     def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
-        """One after the other: what one shares with those before it comes back with them."""
-        returning = self.kv_cache.returning_pages(slots[::-1])[::-1].tolist()
-        planned = self.running.planned_tokens(slots).tolist()
-        for slot, pages, tokens in zip(slots.tolist(), returning, planned, strict=True):
-            request = self.running.request(slot)
-            self._paused.append(Pause(request.request_id, cause, pages, short_pages, tokens))
-            self._counts.pauses += 1
-            self.running.pause(request)
-            if not self._unread.hold(request):
+        requests = [self.running.request(slot) for slot in slots.tolist()]
+        self._decisions.pause(requests, slots, cause, short_pages, self._is_heard)
+        self._counts.pauses += len(requests)
+        self.running.pause(slots)
+        for request in self._unread.hold_all(requests, slots):
+            if request.finish is None:  # a consumer of another one may just have ended it
                 self._queue_again(request)
 
     def _queue_again(self, request: Request) -> None:
@@ -254,24 +250,20 @@ class EngineLoop:
         self._leftovers.release(request)
         self._waiting.add(request)
 
+    @property
+    def _is_heard(self) -> bool:
+        return self.on_step is not None or self.observer is not None
+
     def _tell(self, held: Held | None, plan: StepPlan, pages_used: int) -> None:
         """Give the step's record to whoever listens."""
         evicted = self.kv_cache.take_evictions()
-        if self.on_step is not None or self.observer is not None:
-            record = StepRecord(
-                tuple(self._admitted),
-                held,
-                tuple(self._paused),
-                plan,
-                len(self._waiting),
-                pages_used,
-                evictions_of(evicted, plan.names),
-            )
+        if self._is_heard:
+            record = self._decisions.record(held, plan, len(self._waiting), pages_used, evicted)
             if self.observer is not None:
                 self.observer.on_step(record)
             if self.on_step is not None:
                 self.on_step(record)
-        self._admitted, self._paused = [], []
+        self._decisions.clear()
 
     def _submit(self, plan: StepPlan, held: Held | None) -> None:
         """Give the step its pages, tell of it, queue it, and move its requests' planned state forward."""

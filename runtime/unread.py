@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from tapeout.runtime.scheduler.plan import StepPlan
 from tapeout.runtime.scheduler.request import Request
@@ -60,17 +63,30 @@ class UnreadSteps:
             return True
         return False
 
+    def hold_all(self, requests: list[Request], slots: np.ndarray) -> list[Request]:
+        """Hold those of the requests that have to drain, of which none does yet; gives the others.
+
+        slots: [B] theirs.
+        """
+        others = []
+        in_unread_step = self._running.last_step[slots] > self.last_read
+        for request, drains in zip(requests, in_unread_step.tolist(), strict=True):
+            if drains:
+                self._draining[request.request_id] = request
+            else:
+                others.append(request)
+        return others
+
     def draining(self) -> list[Request]:
         return list(self._draining.values())
 
-    def drained(self) -> list[Request]:
-        """Those that waited for steps which have been read by now."""
-        if not self._draining:
-            return []
-        done = [r for r in self._draining.values() if not self._in_unread_step(r)]
-        for request in done:
-            del self._draining[request.request_id]
-        return done
+    def drained(self) -> Iterator[Request]:
+        """Those that waited for steps which have been read by now; each is held until it is its turn, so that
+        what becomes of one may end the next."""
+        if self._draining:
+            for request in [r for r in self._draining.values() if not self._in_unread_step(r)]:
+                del self._draining[request.request_id]
+                yield request
 
     def _in_unread_step(self, request: Request) -> bool:
         return bool(self._running.last_step[request.slot] > self.last_read)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine.container import KIND_ENGINE, KIND_WEIGHTS
-from tapeout.runtime.engine.reader import Engine, MappedFile, open_engine, open_weights_file
+from tapeout.runtime.engine.mapped_file import MappedFile
+from tapeout.runtime.engine.reader import Engine, open_engine, open_weights_file
 
 _TOKENIZER = "tokenizer.json"
 

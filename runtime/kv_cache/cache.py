@@ -74,6 +74,7 @@ class KvCache:
         self._weights = weights
         self._slots: list[SlotState | None] = [None] * num_slots
         self._to_store = np.zeros(num_slots, bool)  # slots whose contexts have not been stored
+        self._num_stored = np.zeros(num_slots, np.int32)  # pages of their paths
         self.any_to_store = False
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
@@ -104,31 +105,9 @@ class KvCache:
         A page that several of them share is counted for the first of them, one that others hold for none:
         the sum over the last slots is what freeing just those gives.
         """
-        returning: np.ndarray = self._pages.num_used[slots].copy()
-        if not self.options.enable_prefix_reuse:
-            return returning
-        shared = self._num_shared(slots)
-        if shared.any():
-            rows = np.repeat(np.arange(len(slots)), shared)
-            places = np.arange(len(rows)) - np.repeat(np.cumsum(shared) - shared, shared)
-            pages = self.tables[slots[rows], places]
-            ordered = pages[turn := pages.argsort(kind="stable")]
-            begins = np.flatnonzero(np.diff(ordered, prepend=-1))
-            owners = np.diff(begins, append=len(ordered))
-            all_of_them = owners == self.pool.reference_counts[ordered[begins]]
-            returning -= shared
-            returning += np.bincount(rows[turn[begins[all_of_them]]], minlength=len(slots)).astype(np.int32)
-        return returning
-
-    def _num_shared(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages of each slot that others hold, too. Whoever holds a page holds those before it, so
-        that they are the first ones, and halving finds how many; for all slots at once."""
-        low, high = np.zeros(len(slots), np.int32), self._pages.num_used[slots].copy()
-        while (open_ := low < high).any():
-            middle = (low + high) // 2  # of a page that exists, where the search is open
-            is_shared = open_ & (self.pool.reference_counts[self.tables[slots, middle * open_]] > 1)
-            low, high = np.where(is_shared, middle + 1, low), np.where(open_ & ~is_shared, middle, high)
-        return low
+        if not self.options.enable_prefix_reuse:  # nobody shares
+            return self._pages.num_used[slots]
+        return self._pages.returning(slots, self.pool.reference_counts)
 
     @property
     def retired_pages(self) -> int:
@@ -218,7 +197,7 @@ class KvCache:
         self._pages.begin(slot, pages)
         prompt_tokens = len(token_ids) if prompt_tokens is None else prompt_tokens
         state = SlotState(owner, self._namespace(user), user, prompt_tokens, list(match.path))
-        self._slots[slot] = state
+        self._slots[slot], self._num_stored[slot] = state, len(match.path)
         self._note_evictions((slot,))
         if self.options.enable_prefix_reuse:
             self._to_store[slot] = self.any_to_store = True
@@ -244,12 +223,17 @@ class KvCache:
         if self._cache.evicted and grown is not None:
             self._note_evictions(tuple(grown.tolist()))
 
-    def slots_to_store(self, ready: np.ndarray) -> list[int]:
-        """Those of the slots that are `ready` (bool [num_slots]) and have not been named since a request was
-        attached: its context can be stored."""
-        slots: list[int] = np.flatnonzero(self._to_store & ready).tolist()
-        self._to_store[slots] = False
+    def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
+        """Slots whose contexts can be stored: they are ready, have full pages beyond those in the tree, and
+        have not been looked at while they were ready since a request was attached.
+
+        ready: bool [num_slots]. num_tokens: [num_slots] what `store` would be told.
+        """
+        looked_at = self._to_store & ready
+        self._to_store ^= looked_at
         self.any_to_store = bool(self._to_store.any())
+        has_more = num_tokens // self.tokens_per_page > self._num_stored
+        slots: list[int] = (looked_at & has_more).nonzero()[0].tolist()
         return slots
 
     def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
@@ -282,6 +266,7 @@ class KvCache:
             else:
                 self.tables[slot, i] = parent.page
                 self._retire(in_use_until, page)
+        self._num_stored[slot] = end
 
     def free(self, slot: int, *, failed: bool = False) -> None:
         """Give back all pages of the slot. Pages left to the prefix cache stay there, unless the request

@@ -8,6 +8,8 @@ import numpy as np
 
 from tapeout.runtime.kv_cache.pages import NO_PAGE, pages_for
 
+_FEW_PAGES = 512
+
 
 class PageTables:
     """Struct of arrays, so that a decode step in which no request needs a page costs a comparison.
@@ -77,3 +79,39 @@ class PageTables:
         self.num_used[slot] = self._held_tokens[slot] = 0
         self.total -= len(pages)
         return pages
+
+    def returning(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """int32 [B]: see `KvCache.returning_pages`. owners: int [num_pages], how many have each page."""
+        returning: np.ndarray = self.num_used[slots]
+        bases = slots * self.tables.shape[1]
+        # Whoever holds a page holds those before it: without a first page that others hold there is none.
+        rows = ((owners[self._flat[bases]] > 1) & (returning > 0)).nonzero()[0]
+        if len(rows):
+            bases = bases[rows]
+            shared = returning[rows]
+            if shared.sum() > _FEW_PAGES:  # else all are looked at, of whomever they are
+                shared = self._num_shared(bases, shared, owners)
+            returning[rows] -= shared
+            ends = shared.cumsum()
+            places = np.arange(ends[-1]) + (bases - ends + shared).repeat(shared)
+            pages, rows = self._flat[places], rows.repeat(shared)
+            turn = pages.argsort(kind="stable")  # those of the same page in the order of rows
+            pages, rows = pages[turn], rows[turn]
+            is_first = np.ones(len(pages), bool)
+            np.not_equal(pages[1:], pages[:-1], out=is_first[1:])
+            first = is_first.nonzero()[0]
+            among_them = np.append(first[1:], len(pages)) - first
+            come_back = first[among_them == owners[pages[first]]]
+            np.add.at(returning, rows[come_back], 1)
+        return returning
+
+    def _num_shared(self, bases: np.ndarray, num_used: np.ndarray, owners: np.ndarray) -> np.ndarray:
+        """int32 [B]: pages of each slot that others hold, too, of slots whose first page others hold. Such
+        pages are the first ones, and halving finds how many; for all slots at once."""
+        low, high = np.ones(len(bases), np.int32), num_used
+        while (open_ := low < high).any():
+            middle = (low + high) >> 1  # of a page that exists, where the search is open
+            is_shared = owners[self._flat[bases + middle * open_]] > 1
+            high = np.where(open_ & ~is_shared, middle, high)
+            low = np.where(open_ & is_shared, middle + 1, low)
+        return low

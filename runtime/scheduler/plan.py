@@ -33,6 +33,7 @@ CONTEXT_REASONS = (
     Reason.CHUNK_FORCED,
 )
 LAST_CHUNK = 0
+_NO_SLOTS = np.zeros(0, np.int64)
 
 
 class Scheduled(NamedTuple):
@@ -142,6 +143,10 @@ class StepPlan:
         return tuple(
             Skipped(name, reason) for reason, slots in self.left_out for name in self.names[slots].tolist()
         )
+
+    def slots_left_out(self, reason: Reason) -> np.ndarray:
+        """int64: slots of those without rows for this reason."""
+        return next((slots for why, slots in self.left_out if why is reason), _NO_SLOTS)
 
     def without(self, rows: np.ndarray, left_out: tuple[tuple[Reason, np.ndarray], ...]) -> StepPlan:
         """The plan without some rows, and with another `left_out`; rows: [B] bool."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ class PauseCause(StrEnum):
     WEIGHTS = "weights"  #: other weights are loaded, by which its pages have to be computed again
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(NamedTuple):
     """A running request lost its slot, and waits to run again.
 
     Attributes:

@@ -13,57 +13,73 @@ from tapeout.runtime.kv_cache import KvCache
 from tapeout.runtime.scheduler.plan import Reason, StepPlan
 from tapeout.runtime.scheduler.running import Running
 
+_FEW = 16
 
-def pages_short(plan: StepPlan, kv_cache: KvCache) -> int:
-    """Pages that the pool lacks for the step's rows; 0 or less when there are enough."""
+
+def lacking_pages(plan: StepPlan, kv_cache: KvCache) -> np.ndarray | None:
+    """int32 [B]: pages that each of the step's rows needs and has not got, where the pool has too few for all
+    of them; None where it has enough."""
     free = kv_cache.num_free
     # However the pages of those rows are cut, they are no more than these: mostly there is nothing to count.
-    at_most = plan.num_tokens // kv_cache.tokens_per_page + plan.num_sequences
-    if at_most <= free:
-        return at_most - free
-    return int(kv_cache.missing_pages(plan.slots, plan.ends).sum()) - free
+    if plan.num_tokens // kv_cache.tokens_per_page + plan.num_sequences <= free:
+        return None
+    lacking = kv_cache.missing_pages(plan.slots, plan.ends)
+    return lacking if lacking.sum() > free else None
 
 
-def slots_to_pause(plan: StepPlan, running: Running, kv_cache: KvCache, draining: np.ndarray) -> np.ndarray:
+def slots_to_pause(
+    plan: StepPlan, lacking: np.ndarray, running: Running, kv_cache: KvCache, draining: np.ndarray
+) -> np.ndarray:
     """int64: slots of the fewest requests whose pause gives the others their pages; newest first, by rank.
 
-    Args:
-        draining: slots of requests that have ended or were paused, and that only wait for a step.
-
     The first by rank is never among them: any request fits into the pool alone.
+
+    Args:
+        lacking: what `lacking_pages` said.
+        draining: slots of requests that have ended or were paused, and that only wait for a step.
     """
-    order = running.order
-    need = np.zeros(len(running.planned), np.int64)
-    need[plan.slots] = kv_cache.missing_pages(plan.slots, plan.ends)
+    candidates = running.order
     # Who is about to end brings its pages back without being paused.
-    ending = running.planned_tokens(order) >= running.max_tokens[order]
-    going = np.zeros(len(running.planned), bool)
-    going[draining] = going[order[ending]] = True
-    leaving = np.flatnonzero(going)
-    candidates = order[~ending]
-    # In the order of leaving from behind: a page that is shared comes back with the last who holds it.
-    returning = kv_cache.returning_pages(np.concatenate([candidates, leaving])).astype(np.int64)
-    coming = kv_cache.num_free + kv_cache.retired_pages + returning[len(candidates) :].sum()
-    held = returning[: len(candidates)]
-    # If the first k go on, they need this much, and this much comes from those behind them.
-    needed, given = np.cumsum(need[candidates]), held.sum() - np.cumsum(held)
-    stay = int(np.count_nonzero(needed <= coming + given))
-    return candidates[max(stay, 1) :][::-1]
+    ending = plan.slots_left_out(Reason.ALL_PLANNED)
+    if len(ending):
+        stays = running.planned.copy()
+        stays[ending] = False
+        candidates = candidates[stays[candidates]]
+        draining = np.concatenate([draining, ending])
+    need = np.zeros(len(running.planned), np.int64)
+    need[plan.slots] = lacking
+    needed = need[candidates].cumsum()  # by the first, by the first two, ...
+    free = kv_cache.num_free + kv_cache.retired_pages
+    # It is the last ones that go, about as many as pages are short: the others are looked at only if need be.
+    count, tail = len(candidates), max(int(needed[-1]) - free, 0) + _FEW
+    while True:
+        first = max(count - tail, 0)
+        # In the order of leaving from behind: a page that is shared comes back with the last who holds it.
+        returning = kv_cache.returning_pages(np.concatenate([candidates[first:], draining]))
+        held = returning[: count - first]
+        coming = free + int(returning[count - first :].sum())
+        # If the first k go on, they need this much, and this much comes from those behind them.
+        given = coming + int(held.sum())
+        if first == 0 or needed[first - 1] <= given:
+            stay = first + int(np.count_nonzero(needed[first:] <= given - held.cumsum()))
+            return candidates[max(stay, 1) :][::-1]
+        tail *= 4
 
 
-def fit_to_pages(plan: StepPlan, running: Running, kv_cache: KvCache, paused: np.ndarray) -> StepPlan:
-    """The plan with the rows for which there are pages now, and without those of `paused` slots."""
-    gone = np.zeros(len(running.planned), bool)
-    gone[paused] = True
-    rows = gone[plan.slots]  # rows to take out
-    missing = kv_cache.missing_pages(plan.slots, plan.ends)
-    missing[rows] = 0
+def fit_to_pages(plan: StepPlan, lacking: np.ndarray, running: Running, kv_cache: KvCache) -> StepPlan:
+    """The plan with the rows for which there are pages now, and without those of requests that were paused
+    or have ended since it was made."""
+    gone = ~running.planned[plan.slots]  # rows to take out
+    missing = np.where(gone, 0, lacking)
     # Older ones first; who needs no page keeps its row.
-    position = np.zeros(len(gone), np.int64)
-    position[running.order] = np.arange(len(running.order))
-    turn = np.argsort(position[plan.slots], kind="stable")
-    too_many = np.zeros(len(rows), bool)
-    too_many[turn] = np.cumsum(missing[turn]) > kv_cache.num_free
-    rest = too_many & (missing > 0)
-    left_out = [(reason, left[~gone[left]]) for reason, left in plan.left_out]
-    return plan.without(rows | rest, (*left_out, (Reason.NO_PAGES, plan.slots[rest])))
+    if plan.num_context:  # it stands before generation, whoever is older
+        position = np.zeros(len(running.planned), np.int64)
+        position[running.order] = np.arange(len(running.order))
+        turn = np.argsort(position[plan.slots], kind="stable")
+        total = np.zeros(len(missing), np.int64)
+        total[turn] = missing[turn].cumsum()
+    else:
+        total = missing.cumsum()
+    rest = (total > kv_cache.num_free) & (missing > 0)
+    left_out = [(reason, left[running.planned[left]]) for reason, left in plan.left_out]
+    return plan.without(gone | rest, (*left_out, (Reason.NO_PAGES, plan.slots[rest])))

@@ -150,12 +150,12 @@ class Running:
         if self._by_id.pop(request.request_id, None) is not None:
             self.alive[request.slot] = False
             self.requests[request.slot] = None
-            self.pause(request)
+            self.pause(request.slot)
             self._count_ending_ids(request, -1)
 
-    def pause(self, request: Request) -> None:
-        """It takes part in no further step. It may be in one whose ids are still to be read."""
-        self.planned[request.slot] = False
+    def pause(self, slots: np.ndarray | int) -> None:
+        """They take part in no further step. They may be in one whose ids are still to be read."""
+        self.planned[slots] = False
         self._some_left = True
 
     def has_sampled(self, slot: int) -> bool:
@@ -167,6 +167,13 @@ class Running:
         """bool [num_slots]: the same for all slots."""
         sampled: np.ndarray = self.output_tokens > self.resumed_tokens
         return sampled
+
+    @property
+    def known_tokens(self) -> np.ndarray:
+        """int32 [num_slots]: prompt and ids read but for the last one, which has not been, or may not have
+        been, in a step that was read. Of those that have sampled since they were admitted."""
+        known: np.ndarray = self.worst_case_tokens - self.max_tokens + self.output_tokens - 1
+        return known
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
         """One id was read for each of these slots: which of them have to be looked at now, as indices.

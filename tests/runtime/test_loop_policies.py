@@ -78,6 +78,30 @@ def test_a_sink_that_fails_when_its_request_is_paused(fakes: SimpleNamespace) ->
     assert [len(s.token_ids) for s in sinks[:2]] == [12, 12]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_consumer_may_end_others_while_its_request_is_paused(fakes: SimpleNamespace, overlap: bool) -> None:
+    """They are being paused, too: each gives back slot and pages once."""
+    rig = fakes.make_rig(script=len, overlap=overlap)
+    sinks = [rig.add([1] * 4, 12, eos=frozenset(), watched=False) for _ in range(3)]
+    for _ in range(4):
+        rig.loop.step()
+    keep = sinks[2].on_tokens
+
+    def end_others(token_ids: list[int], ending: bool) -> None:
+        keep(token_ids, ending)
+        rig.loop.abort("r0")
+        rig.loop.abort("r1")
+
+    sinks[2].on_tokens = end_others
+    rig.loop.pause_all()
+    rig.check_pages()
+    rig.run()
+    ends = [s.finish.reason for s in sinks]
+    assert ends == [FinishReason.ABORT, FinishReason.ABORT, FinishReason.LENGTH]
+    assert sinks[2].token_ids == list(range(4, 16))
+    assert rig.loop.stats().pauses == 3
+
+
 def test_nobody_is_paused_for_a_page_worth_of_steps_after_an_admission(fakes: SimpleNamespace) -> None:
     options = {**PRESSED, "num_pages": 11, "tokens_per_page": 4, "max_num_tokens": 64, "overlap": False}
     rig = fakes.make_rig(**options, script=len)

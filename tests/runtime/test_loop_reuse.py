@@ -197,10 +197,11 @@ def test_pages_that_others_share_do_not_count_as_coming_back(
     sinks = [rig.add(prompt, 20 - len(prompt), eos=frozenset()) for prompt in prompts]
     kv, make_room, told = rig.loop.kv_cache, rig.loop._make_room, []
 
-    def checked(plan: Any, short: int) -> Any:
+    def checked(plan: Any, lacking: Any) -> Any:
         free = kv.num_free
-        fitted = make_room(plan, short)
-        pauses = rig.loop._paused
+        short = int(lacking.sum()) - free
+        fitted = make_room(plan, lacking)
+        pauses = rig.loop._decisions.paused
         told.append(len(pauses))
         # Without overlap they come back at once: as many as were told, and no more are paused than it takes.
         assert kv.num_free - free == sum(pause.pages for pause in pauses)

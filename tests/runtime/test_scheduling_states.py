@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,14 @@ from hypothesis.stateful import (
 )
 
 from tapeout.plugins.errors import UsageError
-from tapeout.runtime.kv_cache import CacheUser, PinnedPrefix, PrefixCacheOptions
-from tapeout.runtime.scheduler.plan import Reason
+from tapeout.runtime import loop as loop_module
+from tapeout.runtime.kv_cache import CacheUser, KvCache, PinnedPrefix, PrefixCacheOptions, tables
+from tapeout.runtime.scheduler import room
+from tapeout.runtime.scheduler.plan import Reason, StepPlan
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import PauseCause, StepRecord
 from tapeout.runtime.scheduler.request import FinishReason
+from tapeout.runtime.scheduler.running import Running
 
 MAX_SEQ_LEN = 24
 #: A prompt that begins so gets logits that are not finite once it has grown by some tokens.
@@ -185,7 +189,7 @@ class Scheduling(RuleBasedStateMachine):
         """What is available after an admission is what there was, less what it said it needs."""
         held = self.admit()
         loop = self.rig.loop
-        admitted = loop._admitted
+        admitted = loop._decisions.admitted
         for one, following in itertools.pairwise(admitted):
             assert following.available_pages == one.available_pages - one.pages
         if admitted:
@@ -273,8 +277,35 @@ class Scheduling(RuleBasedStateMachine):
             assert sink.token_ids == expected[: len(sink.token_ids)]
 
 
+def fewest_to_pause(
+    plan: StepPlan, lacking: np.ndarray, running: Running, kv_cache: KvCache, draining: np.ndarray
+) -> list[int]:
+    """What `slots_to_pause` is to find, by trying: one more from behind until the others have enough."""
+    need = dict(zip(plan.slots.tolist(), lacking.tolist(), strict=True))
+    ending = [s for reason, slots in plan.left_out if reason is Reason.ALL_PLANNED for s in slots.tolist()]
+    going = [*draining.tolist(), *ending]
+    staying = [slot for slot in running.order.tolist() if slot not in ending]
+    paused: list[int] = []
+    while len(staying) > 1:
+        tables = Counter(page for slot in [*going, *paused] for page in kv_cache.pages_of(slot))
+        come_back = sum(kv_cache.pool.references(page) == count for page, count in tables.items())
+        there_is = kv_cache.num_free + kv_cache.retired_pages + come_back
+        if sum(need.get(slot, 0) for slot in staying) <= there_is:
+            break
+        paused.append(staying.pop())
+    return paused
+
+
 @pytest.fixture
-def state_machine(fakes: SimpleNamespace) -> type[Scheduling]:
+def state_machine(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> type[Scheduling]:
+    def checked(*args: Any) -> np.ndarray:
+        found = room.slots_to_pause(*args)
+        assert found.tolist() == fewest_to_pause(*args)
+        return found
+
+    monkeypatch.setattr(loop_module, "slots_to_pause", checked)
+    monkeypatch.setattr(room, "_FEW", 1)  # so that the first look often does not suffice
+    monkeypatch.setattr(tables, "_FEW_PAGES", 4)  # nor are these always few
     return type("BoundScheduling", (Scheduling,), {"fakes": fakes})
 
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import tapeout.runtime.engine.container as container
 from tapeout.plugins.errors import EngineCorruptError, EngineError, EngineIncompatibleError
 from tapeout.runtime.engine import open_engine
-from tapeout.runtime.engine.reader import MappedFile
+from tapeout.runtime.engine.mapped_file import MappedFile
 
 REUSE = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300

@@ -244,8 +244,13 @@ class ContentsMachine(RuleBasedStateMachine):
         """Somebody looks: what has become full is left to the cache."""
         sound = {s for s, r in self.live.items() if r.output and not r.ended}
         ready = np.array([s in sound for s in range(SLOTS)])
-        for slot in self.kv.slots_to_store(ready):
+        lengths = {s: len(r.prompt) + len(r.output) - 1 for s, r in self.live.items()}
+        num_tokens = np.array([lengths.get(s, 0) for s in range(SLOTS)])
+        for slot in self.kv.slots_to_store(ready, num_tokens):
+            path = self.kv._slots[slot].path
+            before = len(path)
             self.store(slot)
+            assert len(path) > before or not self.kv._slots[slot].may_store, "nobody is named in vain"
 
     # ---- the rest of the world --------------------------------------------------------------
 
