@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tapeout.compiler.graph import Graph
+from tapeout.compiler.interface import INTERFACE
 from tapeout.compiler.ir import Module
 from tapeout.compiler.limits import resolve_dtype, resolve_limits, target_kind
 from tapeout.compiler.lower import lower
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.progress import Progress, Stage
-from tapeout.compiler.trace import INTERFACE, FindWeight, trace
+from tapeout.compiler.trace import FindWeight, trace
 from tapeout.model_defs import ModelSource, open_model
 from tapeout.model_defs.architecture import calls_interface
 from tapeout.model_defs.check_checkpoint import check_checkpoint

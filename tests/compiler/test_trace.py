@@ -13,8 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import run_graph
+from tapeout.compiler.interface import INTERFACE
 from tapeout.compiler.pipeline import CUDA_PASSES, PASSES, expected_matches
-from tapeout.compiler.trace import INTERFACE, trace
+from tapeout.compiler.trace import trace
 from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UnsupportedError
