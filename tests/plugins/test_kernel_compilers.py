@@ -118,3 +118,14 @@ def test_two_do_not_compile_the_same(specs: list[KernelSpec], monkeypatch: pytes
     for thread in threads:
         thread.join()
     assert sorted(done) == [80, 90]
+
+
+def test_only_the_processes_get_memory_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    made = pools(monkeypatch)
+    with compilers(1):
+        assert "GLIBC_TUNABLES" not in os.environ
+        assert "glibc.malloc.top_pad=" in made[0].submit(os.getenv, "GLIBC_TUNABLES").result()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    with compilers(1):
+        assert made[1].submit(os.getenv, "GLIBC_TUNABLES").result() == "glibc.malloc.check=0"
