@@ -120,7 +120,7 @@ class Graph:
             node.meta["val"] = node.target(*args, **kwargs)
 
     def tidy(self) -> None:
-        """Remove dead calls and unused weights, check the graph, regenerate its code."""
+        """Remove dead calls and unused weights, check the graph. Its code is made by `recompile`."""
         self.graph.eliminate_dead_code(is_impure_node=_is_impure)
         for node in list(self.graph.find_nodes(op="placeholder")):
             name = node.meta.get("weight")
@@ -129,6 +129,9 @@ class Graph:
         used = {n.meta.get("weight") for n in self.graph.find_nodes(op="placeholder")}
         self.weights = {name: ref for name, ref in self.weights.items() if name in used}
         self.graph.lint()
+
+    def recompile(self) -> None:
+        """Make the module's code from the graph, to run or to print it: as dear as a pass."""
         self.module.recompile()
 
 

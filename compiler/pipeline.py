@@ -142,6 +142,8 @@ def run_passes(
         if pass_ is not canonicalize:
             canonicalize(graph)
         graph.tidy()
+        if dump is not None or after_each is not None or index == len(passes):
+            graph.recompile()
         if dump is not None:
             _dump(graph, dump / f"{index:02}_{name}.txt")
         want = expected.get(name)

@@ -53,12 +53,14 @@ class SmallGraph:
         self.graph = _to_graph(program, module, 1, weight, dict(module.named_buffers()))
         canonicalize(self.graph)
         self.graph.tidy()
+        self.graph.recompile()
 
     def apply(self, pass_: Callable[[Graph], int]) -> int:
         """The pass as the driver runs it: the pass, canonicalize, tidy."""
         count = pass_(self.graph)
         canonicalize(self.graph)
         self.graph.tidy()
+        self.graph.recompile()
         return count
 
     def ops(self) -> Counter[str]:
