@@ -50,7 +50,9 @@ class SmallGraph:
             dtype = str(tensors[name].dtype).removeprefix("torch.")
             return WeightRef.of(TensorInfo(name, dtype, tuple(tensors[name].shape)))
 
-        self.graph = _to_graph(program, module, 1, weight, dict(module.named_buffers()))
+        signature = program.graph_signature
+        parameters = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        self.graph = _to_graph(program, parameters, module, 1, weight, dict(module.named_buffers()))
         canonicalize(self.graph)
         self.graph.tidy()
         self.graph.recompile()

@@ -207,6 +207,7 @@ class TestSelectRowsEarly:
         for other in norms[1:]:  # as one norm with two readers
             other.replace_all_uses_with(norms[0])
         graph.graph.tidy()
+        graph.graph.recompile()
         unchanged(graph, select_rows_early)
 
 
@@ -356,3 +357,4 @@ def _drop_second_output(graph: Graph) -> None:
     (output,) = graph.graph.find_nodes(op="output")
     output.args = (output.args[0][:1],)
     graph.tidy()
+    graph.recompile()
