@@ -44,6 +44,9 @@ from tapeout.runtime.engine.program import Program, TacticRange
 ROW_MULTIPLE = 16
 
 
+_Sampling = Mapping[int, tuple[tuple[LaunchSpec, ...], int]]  # launches and workspace by logit rows
+
+
 @dataclass(frozen=True)
 class CudaPlan:
     """The launch table, and cubins by name."""
@@ -203,34 +206,28 @@ def ranges_of(chosen: Mapping[str, tuple[Chosen, ...]]) -> dict[str, tuple[Tacti
     return {key: tuple(TacticRange(c.rows, c.tactic.name) for c in row) for key, row in chosen.items()}
 
 
-def kernels_to_compile(
-    chosen: CudaChoices, logits: TensorType, valid_vocab_size: int, limits: Limits
-) -> list[KernelSpec]:
+def kernels_to_compile(chosen: CudaChoices, logits: TensorType, ids: int, limits: Limits) -> list[KernelSpec]:
     """The kernels of an engine; the arguments are those of `plan_cuda`. Some stand there many times."""
-    receive, samplings = _around(logits, valid_vocab_size, limits)
+    receive, samplings = _around(logits, ids, limits)
     launches = [receive, *(s for kind in samplings for specs, _ in kind.values() for s in specs)]
     return kernels_of([*launches, *(s for c in chosen.all() for s in c.launches)])
 
 
-def _around(
-    logits: TensorType, valid_vocab_size: int, limits: Limits
-) -> tuple[LaunchSpec, tuple[dict[int, tuple[tuple[LaunchSpec, ...], int]], ...]]:
-    """What runs before the model's ops, and after them by logit rows, with its workspace: sampling, and all
-    that sampling can do."""
+def _around(logits: TensorType, ids: int, limits: Limits) -> tuple[LaunchSpec, list[_Sampling]]:
+    """What runs before the model's ops; and after them: sampling, then all that sampling can do."""
     receive = receive_launch(
         limits.max_num_tokens, limits.max_batch_size, limits.max_seq_len, limits.tokens_per_page
     )
-    samplings = tuple(
+    return receive, [
         {
             rows: (
-                sample_launches(logits, rows, valid_vocab_size, full=full),
+                sample_launches(logits, rows, ids, full=full),
                 sample_workspace_bytes(logits, rows, full=full),
             )
             for rows in buckets(limits.max_batch_size)
         }
         for full in (False, True)
-    )
-    return receive, samplings
+    ]
 
 
 def plan_cuda(
