@@ -3,6 +3,10 @@
 
 ci/time.py gpus PACKS                         targets that have packs, as a JSON list: ["h200", "sm_90"]
 ci/time.py run PACKS TIMINGS TARGET           PACKS/<model>/<engine>.pack -> TIMINGS/<model>/<engine>.json
+    --earlier EARLIER                         with what EARLIER/<model>/<engine>.json knows, of the same GPU
+
+A pack holds what the timings so far do not answer, so those must stay: what TIMINGS or else EARLIER holds is
+in the file that is written, and what is measured now stands over it. Timings of another GPU are refused.
 """
 
 from __future__ import annotations
@@ -18,14 +22,21 @@ NOTE = ".key.json"  # what `tapeout build --stage compile` notes beside a pack
 
 def packs(folder: Path) -> dict[Path, str]:
     """Target without `cuda:` by pack; a pack without its note, or a note without its pack, is none."""
-    found = {}
-    for pack in sorted(folder.glob("*/*.pack")):
-        note = pack.with_name(pack.name + NOTE)
-        found[pack] = json.loads(note.read_text())["factors"]["target"].removeprefix("cuda:")
-    return found
+    notes = {pack: pack.with_name(pack.name + NOTE) for pack in sorted(folder.glob("*/*.pack"))}
+    return {pack: target_of(note) for pack, note in notes.items() if note.is_file()}
 
 
-def run(folder: Path, timings: Path, target: str) -> int:
+def target_of(note: Path) -> str:
+    try:
+        target: str = json.loads(note.read_text())["factors"]["target"]
+        return target.removeprefix("cuda:")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sys.exit(
+            f"error: {note} is not what `tapeout build --stage compile` notes\nhint: compile the packs again"
+        )
+
+
+def run(folder: Path, timings: Path, target: str, earlier: Path | None = None) -> int:
     """Time every pack of the target; the exit code of the first that failed, after all were tried."""
     mine = [pack for pack, name in packs(folder).items() if name == target]
     if not mine:
@@ -36,9 +47,12 @@ def run(folder: Path, timings: Path, target: str) -> int:
         cache = timings / pack.parent.name / f"{pack.stem}.json"
         cache.parent.mkdir(parents=True, exist_ok=True)
         print(f"{pack} -> {cache}", flush=True)
-        failed = (
-            failed or subprocess.run(["tapeout", "time", str(pack), "-o", str(cache)], check=False).returncode
-        )
+        command = ["tapeout", "time", str(pack), "-o", str(cache)]
+        known = cache if earlier is None or cache.exists() else earlier / pack.parent.name / cache.name
+        if known.exists():
+            command += ["--timing-cache", str(known)]
+        code = subprocess.run(command, check=False).returncode
+        failed = failed or code
     return failed
 
 
@@ -57,11 +71,12 @@ def main() -> int:
         command.add_argument("packs", type=Path)
     timing.add_argument("timings", type=Path)
     timing.add_argument("target", type=lambda text: text.removeprefix("cuda:"))
+    timing.add_argument("--earlier", type=Path)
     given = parser.parse_args()
     if given.command == "gpus":
         print(json.dumps(gpus(given.packs)))
         return 0
-    return run(given.packs, given.timings, given.target)
+    return run(given.packs, given.timings, given.target, given.earlier)
 
 
 if __name__ == "__main__":

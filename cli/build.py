@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 KINDS: dict[type, Any] = {int: click.INT, str: click.STRING, Path: click.Path(path_type=Path)}
 
 
+class _Choice(click.Choice):  # type: ignore[type-arg]
+    """Values and their other names; those that a build refuses, for a reason of its own, pass unnamed."""
+
+    def __init__(self, values: Sequence[str], refused: Sequence[str], aliases: Mapping[str, str]) -> None:
+        super().__init__([*values, *(alias for alias, value in aliases.items() if value in values)])
+        self._refused = {*refused, *(alias for alias, value in aliases.items() if value in refused)}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value in self._refused else super().convert(value, param, ctx)
+
+
 def build_options(function: F) -> F:
     """A flag for every field of BuildOptions; flags that are not given stay None."""
     for name, option in reversed(list(FIELDS.items())):
@@ -36,7 +47,7 @@ def build_options(function: F) -> F:
             continue
         kind = KINDS[facts["kind"]]
         if facts["choices"]:
-            kind = click.Choice([*facts["choices"], *(DTYPE_ALIASES if name == "dtype" else ())])
+            kind = _Choice(facts["choices"], facts["refused"], DTYPE_ALIASES if name == "dtype" else {})
         text = facts["help"]
         if option.default is not None:
             text += f" [default: {option.default}]"

@@ -48,6 +48,9 @@ def command(engine: Path, model: str, output: Path | None, keep_text: bool, revi
     """
     with weight_packages("refit"):
         if engine.is_dir():
+            from tapeout.runtime.engine_set.directory import open_engine_set
+
+            open_engine_set(engine)  # an empty directory is none, whatever else is missing
             if output is None:
                 raise click.UsageError("ENGINE is an engine set: give --output DIR, a new directory.")
             _refit_set(engine, model, output, keep_text, revision)

@@ -60,7 +60,7 @@ def _json_object(context: click.Context, param: click.Parameter, value: str | No
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value[:40]!r} is not JSON: {error}", context, param) from None
     if not isinstance(data, dict):
-        raise click.BadParameter(f"{value[:40]!r} is no JSON object", context, param)
+        raise click.BadParameter(f"{value[:40]!r} is no JSON object, expected {{...}}", context, param)
     return data
 
 

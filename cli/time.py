@@ -26,9 +26,15 @@ _SHOWN = 20  # lines about lost candidates
     metavar="CACHE.json",
     help="The timing cache to write; timings it holds already are kept.",
 )
+@click.option(
+    "--timing-cache",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="EARLIER.json",
+    help="Timings of the same GPU that CACHE.json gets too, where it has none of its own.",
+)
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, help="Number of the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print all times as one JSON document, nothing else.")
-def command(pack: Path, output: Path, device: int, as_json: bool) -> None:
+def command(pack: Path, output: Path, timing_cache: Path | None, device: int, as_json: bool) -> None:
     """Check and time the tactics of PACK, which `tapeout build --pack FILE` wrote, on this machine's GPU:
     each by itself, then the best of each op in whole steps.
 
@@ -38,12 +44,13 @@ def command(pack: Path, output: Path, device: int, as_json: bool) -> None:
     \b
     tapeout time model.pack -o h200.json
     tapeout time model.pack -o h200.json --device 1 --json
+    tapeout time model.pack -o new.json --timing-cache h200.json
     """
     from tapeout.cli.progress import choose_progress
     from tapeout.compiler.tactics.gpu_timing import time_into_cache
 
     with choose_progress(silent=as_json).stage("time", str(pack)) as stage:
-        done = time_into_cache(pack, output, device=device, progress=stage.update)
+        done = time_into_cache(pack, output, earlier_path=timing_cache, device=device, progress=stage.update)
         stage.update(f"{done.timed} of {done.pack.num_candidates} candidates")
     with writing():
         click.echo(json.dumps(done.to_json(), indent=2) if as_json else _summary(done, output))

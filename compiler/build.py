@@ -41,6 +41,7 @@ def build(
     *,
     front_end: FrontEnd | None = None,
     timing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ahead: Callable[[], None] | None = None,
 ) -> BuildReport:
     """Build `model` into the engine file `output`.
 
@@ -50,6 +51,7 @@ def build(
         inputs: files beside the model that must not be overwritten (the options' file).
         front_end: of the model, where several engines are made of it; None for one of this build's own.
         timing: entered while tactics are chosen and, if they must be, timed on this machine.
+        ahead: called afterwards: other engines' work may begin beside the rest of this build.
 
     Returns:
         The report, also written to `output.report.json`. With `options.dry_run` nothing is written
@@ -72,6 +74,9 @@ def build(
             chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
         else:
             chosen = choose_for_cpu(module, limits, host, options, cache, stage)
+    if ahead is not None:
+        with stages("ahead"):
+            ahead()
     program = plan_program(
         module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
     )

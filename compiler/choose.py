@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tapeout.compiler.cuda_plan import ROW_MULTIPLE, plan_cuda, ranges_of
+from tapeout.compiler.cuda_plan import ROW_MULTIPLE, kernels_to_compile, plan_cuda, ranges_of
 from tapeout.compiler.ir import Module
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.plan import max_rows, order_of, signatures_of
@@ -22,6 +22,7 @@ from tapeout.model_defs import ModelSource
 from tapeout.plugins.cpu import HostCpu, TensorType
 from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.native import NATIVE_KERNELS, compile_native, load_native, source_digest
+from tapeout.plugins.triton_aot import compile_ahead
 from tapeout.runtime.engine.launches import LaunchTable
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import TacticRange
@@ -87,14 +88,35 @@ def choose_for_cuda(
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
         return Chosen(choices, {}, None, ROW_MULTIPLE, warnings, workspace, segments)
-    known_ids = int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
-    plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), known_ids, limits, gpu)
+    plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), _known_ids(source, module), limits, gpu)
     workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
     table = segments.added_to(plan.table) if segments else plan.table
     built = f", {len(table.segments)} segments" if segments else ""
     kernels = f"{len(table.kernels)} kernels{built}"
     stage.update(f"{timed.known} of {timed.candidates} candidates timed, {kernels}")
     return Chosen(choices, plan.cubins, table, ROW_MULTIPLE, warnings, workspace, segments)
+
+
+def compile_ahead_for_cuda(
+    source: ModelSource, module: Module, limits: Limits, target: str, options: BuildOptions
+) -> None:
+    """Let the processes of `compilers` begin with the kernels that `choose_for_cuda` will ask for: of the
+    tactics that the timing cache knows, and of defaults.
+
+    Raises TapeoutError where that would.
+    """
+    gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
+    planned = replace(options, dry_run=True)  # nothing is timed, and nothing waits for a kernel
+    cache = TimingCache.load(options.timing_cache)
+    decided = decide(signatures_of(module), order_of(module), limits, gpu, target, planned, cache)
+    logits = TensorType(module.values()[module.logits.value].dtype, module.logits.shape)
+    choices, known_ids = decided.timed.choices, _known_ids(source, module)
+    compile_ahead(kernels_to_compile(choices, logits, known_ids, limits), gpu.sm)
+
+
+def _known_ids(source: ModelSource, module: Module) -> int:
+    """Ids that may be sampled: those the tokenizer knows."""
+    return int(module.logits.shape[1]) if source.tokenizer_json is None else source.tokenizer_vocab_size
 
 
 def choose_for_cpu(

@@ -16,6 +16,7 @@ from tapeout.plugins.cuda import (
     NATIVE,
     CudaTactic,
     CudaTarget,
+    KernelSpec,
     Launchable,
     LaunchSpec,
     MatmulAlgorithm,
@@ -41,6 +42,9 @@ from tapeout.runtime.engine.program import Program, TacticRange
 
 #: Kernels load 16 bytes at once: rows start at multiples of this many elements, windows of as many bytes.
 ROW_MULTIPLE = 16
+
+
+_Sampling = Mapping[int, tuple[tuple[LaunchSpec, ...], int]]  # launches and workspace by logit rows
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,30 @@ def ranges_of(chosen: Mapping[str, tuple[Chosen, ...]]) -> dict[str, tuple[Tacti
     return {key: tuple(TacticRange(c.rows, c.tactic.name) for c in row) for key, row in chosen.items()}
 
 
+def kernels_to_compile(chosen: CudaChoices, logits: TensorType, ids: int, limits: Limits) -> list[KernelSpec]:
+    """The kernels of an engine; the arguments are those of `plan_cuda`. Some stand there many times."""
+    receive, samplings = _around(logits, ids, limits)
+    launches = [receive, *(s for kind in samplings for specs, _ in kind.values() for s in specs)]
+    return kernels_of([*launches, *(s for c in chosen.all() for s in c.launches)])
+
+
+def _around(logits: TensorType, ids: int, limits: Limits) -> tuple[LaunchSpec, list[_Sampling]]:
+    """What runs before the model's ops; and after them: sampling, then all that sampling can do."""
+    receive = receive_launch(
+        limits.max_num_tokens, limits.max_batch_size, limits.max_seq_len, limits.tokens_per_page
+    )
+    return receive, [
+        {
+            rows: (
+                sample_launches(logits, rows, ids, full=full),
+                sample_workspace_bytes(logits, rows, full=full),
+            )
+            for rows in buckets(limits.max_batch_size)
+        }
+        for full in (False, True)
+    ]
+
+
 def plan_cuda(
     chosen: CudaChoices,
     logits: TensorType,
@@ -215,32 +243,17 @@ def plan_cuda(
         logits: type of the logits, [R, V].
         valid_vocab_size: ids the tokenizer knows; larger ones are never sampled.
     """
-    receive = receive_launch(
-        limits.max_num_tokens, limits.max_batch_size, limits.max_seq_len, limits.tokens_per_page
-    )
-    samplings = [
-        {
-            rows: (
-                sample_launches(logits, rows, valid_vocab_size, full=full),
-                sample_workspace_bytes(logits, rows, full=full),
-            )
-            for rows in buckets(limits.max_batch_size)
-        }
-        for full in (False, True)
-    ]
-    launches: list[Launchable] = [
-        receive,
-        *(s for kind in samplings for specs, _ in kind.values() for s in specs),
-    ]
-    launches += [s for c in chosen.all() for s in c.launches]
-    specs = kernels_of(launches)
+    receive, samplings = _around(logits, valid_vocab_size, limits)
+    specs = kernels_to_compile(chosen, logits, valid_vocab_size, limits)
     kernels = KernelTable(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
     ranges, decode_ranges = (
         {key: tuple(kernels.range_launches(c) for c in row) for key, row in kind.items()}
         for kind in (chosen.mixed, chosen.decode)
     )
     sample, sample_full = (
-        tuple(RangeLaunches(rows, "", size, kernels.launches(specs)) for rows, (specs, size) in kind.items())
+        tuple(
+            RangeLaunches(rows, "", size, kernels.launches(around)) for rows, (around, size) in kind.items()
+        )
         for kind in samplings
     )
     receiving = kernels.launch(receive)

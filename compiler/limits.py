@@ -31,14 +31,20 @@ def resolve_dtype(options: BuildOptions, config: Any) -> str:
 
     Raises UnsupportedError for a dtype the target cannot compute in.
     """
-    asked = options.dtype
-    if asked == "auto":
-        asked = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    asked = stored if options.dtype == "auto" else options.dtype
     if asked not in DTYPES:
         where = options.target if target_kind(options) == "cuda" else "cpu"
+        whose = ", the checkpoint's," if options.dtype == "auto" else ""
+        hint = "pass --dtype bfloat16 or --dtype float32"
+        if stored == "float16":  # both hold what float16 holds, in range or in digits
+            hint = (
+                "pass --dtype bfloat16: as small and as fast, weights lose 3 of 11 bits; or --dtype float32: "
+                "every weight as it is, in twice the memory"
+            )
         raise UnsupportedError(
-            f"dtype {asked!r} is not supported on target {where}, expected one of {', '.join(DTYPES)}",
-            hint="pass --dtype bfloat16 or --dtype float32",
+            f"dtype {asked!r}{whose} is not supported on target {where}, expected one of {', '.join(DTYPES)}",
+            hint=hint,
         )
     return asked
 

@@ -18,7 +18,9 @@ from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.plugins.sample.params import shown
 
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16")
+#: Understood, so that the build can say what to take instead; no help names it.
+REFUSED_DTYPES = ("float16",)
 #: Whose tactics: everybody's that was timed, or those of a provider (plugins/cuda.py), which then wins.
 AUTO = "auto"
 TACTICS = (AUTO, NATIVE, CUBLASLT, TENSORRT)
@@ -40,13 +42,15 @@ def _option(
     identity: bool,
     check: Check | None = None,
     choices: tuple[str, ...] = (),
+    refused: tuple[str, ...] = (),
     metavar: str | None = None,
 ) -> Any:
     """A field of BuildOptions.
 
     `kind` is the value's type (None is allowed where it is the default); `identity` says whether
     the option can change the engine's bytes. Timings are an input beside the options: the path of
-    the timing cache is no identity, its content decides which tactics win.
+    the timing cache is no identity, its content decides which tactics win. `refused` values pass here:
+    the compiler knows more about why.
     """
     metadata = {
         "kind": kind,
@@ -54,6 +58,7 @@ def _option(
         "identity": identity,
         "check": check,
         "choices": choices,
+        "refused": refused,
         "metavar": metavar,
     }
     return field(default=default, metadata=metadata)
@@ -120,9 +125,11 @@ class BuildOptions:
     dtype: str = _option(
         "auto",
         str,
-        "Precision of weights, activations and KV cache; auto takes the checkpoint's.",
+        "Precision of weights, activations and KV cache; auto takes the checkpoint's, and of a float16 "
+        "checkpoint one of the others must be named.",
         identity=True,
         choices=DTYPES,
+        refused=REFUSED_DTYPES,
     )
     max_batch_size: int | None = _option(
         None,
@@ -270,7 +277,7 @@ def problem(name: str, value: Any, label: str) -> str | None:
     if not (isinstance(value, Path) if kind is Path else type(value) is kind):
         names = {int: "an integer", str: "text", bool: "true or false", Path: "a path"}
         return f"{label}: {shown(value)} is of type {type(value).__name__}, expected {names[kind]}"
-    if choices and value not in choices:
+    if choices and value not in (*choices, *option.metadata["refused"]):
         return f"{label}: {shown(value)} is unknown, expected one of {', '.join(choices)}"
     complaint = check(value) if check else None
     text = shown(str(value)) if isinstance(value, (str, Path)) else f"'{shown(value)}'"

@@ -16,6 +16,7 @@ from tapeout.compiler.build_pack import build_pack
 from tapeout.compiler.front_end import FrontEnd
 from tapeout.compiler.limits import target_kind
 from tapeout.compiler.matrix.job import PACK, Event, Job, Task
+from tapeout.compiler.matrix.kernels_ahead import KernelsAhead
 from tapeout.compiler.matrix.machine import Machine
 from tapeout.compiler.tactics.gpu_decide import local_gpu
 from tapeout.compiler.targets import cuda_target
@@ -41,13 +42,20 @@ def run_job(job: Job, tell: Tell) -> None:
         if "cuda" in kinds:
             stack.enter_context(compilers(job.kernel_workers))
         front_end = FrontEnd(job.source)
+        ahead = KernelsAhead(job.tasks, front_end)
         for task in job.tasks:
-            if not _run(task, job, front_end, machine, native, tell):
+            if not _run(task, job, front_end, ahead, machine, native, tell):
                 return
 
 
 def _run(
-    task: Task, job: Job, front_end: FrontEnd, machine: Machine, native: threading.Thread, tell: Tell
+    task: Task,
+    job: Job,
+    front_end: FrontEnd,
+    ahead: KernelsAhead,
+    machine: Machine,
+    native: threading.Thread,
+    tell: Tell,
 ) -> bool:
     """Do one task; False when this process can do no other."""
     start = time.perf_counter()
@@ -58,13 +66,14 @@ def _run(
         if target_kind(task.options) == "cpu":
             native.join()
         elif local_gpu(task.options.target, cuda_target(task.options.target).sm) is None:
+            ahead.begin()
             yield  # nothing is timed
             return
         with machine.alone():
             yield
 
     try:
-        details = _make(task, job.source, front_end, timing, _Stages(task.title, tell))
+        details = _make(task, job.source, front_end, timing, ahead.after(task), _Stages(task.title, tell))
     except Exception as error:  # any failure is this task's alone
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
@@ -78,14 +87,21 @@ def _run(
 
 
 def _make(
-    task: Task, source: str, front_end: FrontEnd, timing: Callable[[], Any], progress: _Stages
+    task: Task,
+    source: str,
+    front_end: FrontEnd,
+    timing: Callable[[], Any],
+    ahead: Callable[[], None] | None,
+    progress: _Stages,
 ) -> dict[str, Any]:
     if task.kind == PACK:
         pack = build_pack(source, task.options, progress, front_end=front_end)
         if not pack.entries:  # the timing cache answers everything
             task.output.unlink()
         return {"entries": pack.entries, "candidates": pack.candidates, "stage_seconds": pack.stage_seconds}
-    report = build(source, task.output, task.options, progress, front_end=front_end, timing=timing)
+    report = build(
+        source, task.output, task.options, progress, front_end=front_end, timing=timing, ahead=ahead
+    )
     return {
         "dtype": report.dtype,
         "quantize": report.quantize,

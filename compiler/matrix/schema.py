@@ -171,13 +171,13 @@ class _Reader:
                 self._problems.append(f"{where}: unknown key{_nearest(entry.key, known)}")
         return values
 
-    def _named(self, node: Node | None, what: str) -> list[Entry]:
+    def _named(self, node: Node | None, what: str, expected: str = "a mapping") -> list[Entry]:
         """The entries of a mapping from names; each name once."""
         if node is None or node.value is None:
             return []
         if node.kind != "mapping":
             self._problems.append(
-                f"{self._where(node.line)}: {what} are of type {node.type_name}, expected a mapping"
+                f"{self._where(node.line)}: {what} are of type {node.type_name}, expected {expected}"
             )
             return []
         found: dict[str, Entry] = {}
@@ -208,8 +208,12 @@ class _Reader:
             sources = [e for e in value.entries if e.key == "model"]
             texts = [e.value.value for e in sources if isinstance(e.value.value, str) and e.value.value]
             if len(texts) != 1 or len(sources) != 1:
+                told = (
+                    "" if value.kind == "mapping" else f"{shown(value.value)} is of type {value.type_name}, "
+                )
                 self._problems.append(
-                    f"{where}: expected a directory, a .gguf file or a hub id, or a mapping with one `model`"
+                    f"{where}: {told}expected a directory, a .gguf file or a hub id, or a mapping with one "
+                    "`model`"
                 )
             if value.kind == "mapping":
                 models[entry.key] = (texts[0] if texts else "", self._options(value, ("model",), True))
@@ -220,11 +224,11 @@ class _Reader:
             texts: list[tuple[str, int, dict[str, Any]]] = [
                 (str(item.value), item.line, {}) for item in node.items
             ]
-            for name, line, _ in texts:
-                if [n for n, _, _ in texts].count(name) > 1:
+            for place, (name, line, _) in enumerate(texts):
+                if name in [earlier for earlier, _, _ in texts[:place]]:
                     self._problems.append(f"{self._where(line, name)}: given twice")
         else:
-            found = self._named(node, "targets")
+            found = self._named(node, "targets", "a list, or a mapping to options")
             texts = [(e.key, e.line, self._options(e.value, ())) for e in found]
         targets = {}
         for name, line, options in texts:

@@ -7,6 +7,7 @@ stand in the same file (see gpu_cache.py).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -109,7 +110,8 @@ class TimingCache:
         """
         if self.path is None or not self.changed:
             return
-        self._keep_what_others_measured()
+        # What another build wrote meanwhile stays.
+        self.add_missing(TimingCache.load(self.path))
         data = {"version": CACHE_VERSION, "entries": dict(sorted(self.entries.items()))}
         try:
             remove_leftovers(self.path)
@@ -120,11 +122,15 @@ class TimingCache:
                 hint="name a file in a directory you may write to",
             ) from error
 
-    def _keep_what_others_measured(self) -> None:
-        """Take over entries that another build wrote meanwhile; this build's own win."""
-        for key, theirs in TimingCache.load(self.path).entries.items():
-            rows = self.entries.setdefault(key, theirs)["rows"]
+    def add_missing(self, other: TimingCache) -> None:
+        """Take over what `other` knows and this cache does not; `save` writes it."""
+        for key, theirs in other.entries.items():
+            if key not in self.entries:
+                self.changed = True
+            rows = self.entries.setdefault(key, copy.deepcopy(theirs))["rows"]
             for count, outcomes in theirs["rows"].items():
+                if outcomes.keys() - rows.get(count, {}).keys():
+                    self.changed = True
                 rows[count] = {**outcomes, **rows.get(count, {})}
 
 

@@ -153,18 +153,25 @@ def gpus_in(cache: TimingCache, sm: int) -> list[Gpu]:
     return sorted(gpu for gpu in found if gpu.sm == sm)
 
 
+def gpus_meant(cache: TimingCache, target: str, sm: int) -> list[Gpu]:
+    """Those of them that a target could mean: of its model, if it names one."""
+    gpus, sku = gpus_in(cache, sm), target.removeprefix("cuda:")
+    if sku not in SKUS:
+        return gpus
+    gpus = [gpu for gpu in gpus if is_model(gpu.name, sku)]
+    return [gpu for gpu in gpus if gpu.sm_count == SKUS[sku].sm_count] or gpus
+
+
 def timings_for(cache: TimingCache, target: str, sm: int) -> GpuTimings | None:
     """The timings that serve a target; None when the cache holds none.
 
     Raises UsageError where it holds those of several GPUs that the target could mean.
     """
-    gpus, sku = gpus_in(cache, sm), target.removeprefix("cuda:")
-    hint = "name the model: " + ", ".join(f"cuda:{name}" for name, s in SKUS.items() if s.sm == sm)
-    if sku in SKUS:
-        gpus = [gpu for gpu in gpus if is_model(gpu.name, sku)]
-        gpus = [gpu for gpu in gpus if gpu.sm_count == SKUS[sku].sm_count] or gpus
-        hint = "keep a timing cache for each of them"
+    gpus, sku = gpus_meant(cache, target, sm), target.removeprefix("cuda:")
     if len(gpus) > 1:
+        hint = "name the model: " + ", ".join(f"cuda:{name}" for name, s in SKUS.items() if s.sm == sm)
+        if sku in SKUS:
+            hint = "keep a timing cache for each of them"
         listed = "".join(f"\n  {gpu.text()}" for gpu in gpus)
         raise UsageError(
             f"timing cache {cache.path} holds timings of {len(gpus)} GPUs that {target} could mean:{listed}",

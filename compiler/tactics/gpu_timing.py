@@ -13,7 +13,14 @@ from typing import Any
 from tapeout.compiler.files import check_output
 from tapeout.compiler.report import StepTiming
 from tapeout.compiler.tactics.cache import TimingCache
-from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, StepOutcome, changed_ops, plan_digest
+from tapeout.compiler.tactics.gpu_cache import (
+    Gpu,
+    GpuTimings,
+    StepOutcome,
+    changed_ops,
+    gpus_meant,
+    plan_digest,
+)
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime.tactic_timer.pack import Entry, Pack
@@ -80,14 +87,18 @@ def time_into_cache(
     pack_path: Path,
     cache_path: Path | None,
     *,
+    earlier_path: Path | None = None,
     device: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> TimedPack:
     """Time a pack; add what was found to the cache file, which is made when there is none.
 
+    Args:
+        earlier_path: a timing cache whose timings the written one gets where it has none of its own.
+
     Raises:
-        UsageError: the pack or the cache cannot be read, the cache cannot be written; told before
-            anything is timed.
+        UsageError: the pack or a cache cannot be read, the cache cannot be written, the earlier timings
+            are of another GPU that the pack's target could mean; told before anything is timed.
         EngineCorruptError: the pack is damaged. EngineIncompatibleError: the GPU cannot run it.
     """
     if cache_path is not None:
@@ -98,10 +109,29 @@ def time_into_cache(
         check_output(cache_path, "timing cache")
     cache = TimingCache.load(cache_path)
     pack = read_pack(pack_path).pack
-    times = time_pack(pack_path, pack, device=device, progress=progress)
+    earlier = TimingCache.load(earlier_path)
+    cache.add_missing(earlier)
+    times = time_pack(
+        pack_path,
+        pack,
+        device=device,
+        progress=progress,
+        check_gpu=lambda facts: _check_same(Gpu.of(facts), earlier, pack),
+    )
     done = record(pack, times, cache)
     cache.save()
     return done
+
+
+def _check_same(gpu: Gpu, earlier: TimingCache, pack: Pack) -> None:
+    """Raise UsageError where no engine of the pack's target could be built from both: times of two GPUs."""
+    others = [other.text() for other in gpus_meant(earlier, pack.target, pack.sm) if other != gpu]
+    if others:
+        raise UsageError(
+            f"{earlier.path} holds timings of {', '.join(others)}, this GPU is {gpu.text()}: {pack.target} "
+            "could mean both, and an engine takes times of one",
+            hint="time on the same model, or remove that file and pack again, so that all is timed anew",
+        )
 
 
 def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tapeout.plugins.cuda import KernelSpec
-from tapeout.plugins.errors import CapacityError, TapeoutError, UnsupportedError
+from tapeout.plugins.errors import TapeoutError, UnsupportedError
 from tapeout.plugins.triton_aot.digest import kernel_digest, kernel_function
 
 #: What every Triton kernel takes after its own arguments: global scratch, profiling scratch.
@@ -35,24 +28,9 @@ SCRATCH_TYPES = ("*i8", "*i8")
 OVERLAP = "OVERLAP"
 _OVERLAP_SM = 90
 
-#: The processes that `compilers` keeps.
-_kept: ContextVar[ProcessPoolExecutor | None] = ContextVar("_kept", default=None)
-
 _SUPPORTED_SMS = (80, 86, 89, 90, 100, 103, 120, 121)
 _TYPES = {"i32", "i64", "u32", "u64", "fp32"}
 _POINTERS = {f"*{t}" for t in ("i8", "u8", "i32", "i64", "u32", "u64", "fp16", "bf16", "fp32", "fp64")}
-
-
-@dataclass(frozen=True)
-class KernelResources:
-    """What one block of a kernel occupies, as the assembler reports it.
-
-    Attributes:
-        registers: per thread. stack_bytes: local memory per thread; spilled registers show here.
-    """
-
-    registers: int
-    stack_bytes: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,6 @@ class CompiledKernel:
     shared_bytes: int
     scratch_bytes: int
     scratch_alignment: int
-    resources: KernelResources
     arguments: tuple[str, ...]
     num_scratch: int = len(SCRATCH_TYPES)
     overlap: bool = False
@@ -97,10 +74,10 @@ def compile_kernel(spec: KernelSpec, sm: int) -> CompiledKernel:
     """
     function = kernel_function(spec)
     _check(spec, function.arg_names, sm)
-    stem = _cache_dir() / f"{kernel_digest(spec)}-sm{sm}"
-    cached = _read(stem)
+    cached = cached_kernel(spec, sm)
     if cached is not None:
         return cached
+    stem = _stem(spec, sm)
     with _only_one(stem):
         cached = _read(stem)  # by another process meanwhile
         if cached is not None:
@@ -110,57 +87,13 @@ def compile_kernel(spec: KernelSpec, sm: int) -> CompiledKernel:
     return compiled
 
 
-@contextmanager
-def compilers(workers: int = 0) -> Iterator[None]:
-    """Keep the processes of `compile_all` for as long as the context lasts: starting them takes seconds.
-
-    They start at once and get ready while the caller goes on. `workers`: 0 for one a core.
-    """
-    workers = workers or len(os.sched_getaffinity(0))
-    with _pool(workers) as pool:
-        for _ in range(workers):
-            pool.submit(_get_ready)
-        token = _kept.set(pool)
-        try:
-            yield
-        finally:
-            _kept.reset(token)
+def cached_kernel(spec: KernelSpec, sm: int) -> CompiledKernel | None:
+    """The kernel from the cache; None when it is not there."""
+    return _read(_stem(spec, sm))
 
 
-def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[CompiledKernel]:
-    """Compile several kernels in `workers` processes (0: one a core); results in the order of specs.
-
-    Equal specs are compiled once; inside `compilers` its processes do it. Raises what `compile_kernel`
-    raises, for the first that fails, and CapacityError when one of the processes is killed.
-    """
-    unique = {kernel_digest(spec): spec for spec in specs}
-    missing = {
-        digest: spec for digest, spec in unique.items() if _read(_cache_dir() / f"{digest}-sm{sm}") is None
-    }
-    workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
-    kept = _kept.get()
-    if missing and (kept is not None or workers > 1):
-        with nullcontext(kept) if kept is not None else _pool(workers) as pool:
-            try:
-                list(pool.map(compile_kernel, missing.values(), [sm] * len(missing)))
-            except BrokenProcessPool as error:
-                raise CapacityError(
-                    "a process that compiles kernels was killed, most likely for want of memory",
-                    hint="close other programs, or allow fewer processors (taskset)",
-                ) from error
-    done = {digest: compile_kernel(spec, sm) for digest, spec in unique.items()}
-    return [done[kernel_digest(spec)] for spec in specs]
-
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    # Spawned, not forked: the parent may hold torch's thread pool.
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-
-
-def _get_ready() -> None:
-    """Import what the first kernel would import."""
-    import triton.backends.nvidia.compiler
-    import triton.compiler  # noqa: F401
+def _stem(spec: KernelSpec, sm: int) -> Path:
+    return _cache_dir() / f"{kernel_digest(spec)}-sm{sm}"
 
 
 @contextmanager
@@ -196,8 +129,6 @@ def _check(spec: KernelSpec, names: Sequence[str], sm: int) -> None:
 
 
 def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon import GluonASTSource
 
@@ -217,26 +148,22 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
     if spec.cluster > 1:
         options["num_ctas"] = spec.cluster
     try:
-        with _private_triton_cache():
-            built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-            cubin: bytes = built.asm["cubin"]
-            meta = built.metadata
+        cubin, meta = _run_stages(source, sm, options)
     except Exception as error:
         shown = ", ".join(f"{k}={v}" for k, v in sorted(spec.constants.items()))
         raise TapeoutError(
             f"compiling {spec.module}:{spec.function} for sm_{sm} ({shown}) failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if meta.profile_scratch_size:
+    if meta["profile_scratch_size"]:
         raise TapeoutError(f"kernel {spec.function} was compiled with profiling on")
     return CompiledKernel(
         cubin,
-        meta.name,
-        32 * meta.num_warps,
-        meta.shared,
-        meta.global_scratch_size,
-        meta.global_scratch_align,
-        _resources(cubin, meta.name),
+        meta["name"],
+        32 * meta["num_warps"],
+        meta["shared"],
+        meta["global_scratch_size"],
+        meta["global_scratch_align"],
         (*(kind for _, kind in spec.signature), *SCRATCH_TYPES),
         overlap=overlap,
         cluster=spec.cluster,
@@ -244,37 +171,34 @@ def _compile(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
     )
 
 
-@contextmanager
-def _private_triton_cache() -> Iterator[None]:
-    """Triton without its own cache, line information or profiling, whatever the environment says."""
-    from triton import knobs
+def _run_stages(source: Any, sm: int, options: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    """The cubin of a kernel, and what Triton's stages tell about it.
 
-    with (
-        tempfile.TemporaryDirectory(prefix="tapeout-") as folder,
-        knobs.cache.scope(),
-        knobs.compilation.scope(),
-    ):
-        knobs.cache.dir = folder
+    The stages of `triton.compile` without its cache: the key of that is a hash of all of Triton's library,
+    half a gigabyte in every process. The environment changes nothing of what is made.
+    """
+    from triton import knobs
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    target = GPUTarget("cuda", sm, 32)
+    with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True
-        knobs.compilation.store_binary_only = True
         knobs.compilation.instrumentation_mode = ""
-        yield
-
-
-def _resources(cubin: bytes, symbol: str) -> KernelResources:
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    match = re.search(rf"Function {re.escape(symbol)}:\s*REG:(\d+) STACK:(\d+)", done.stdout)
-    if match is None:
-        raise TapeoutError(f"cuobjdump reported no resources of {symbol}: {done.stdout}{done.stderr}")
-    return KernelResources(int(match[1]), int(match[2]))
+        backend = make_backend(target)
+        parsed = backend.parse_options({**options, **source.parse_options()})
+        metadata: dict[str, Any] = dict(vars(parsed))
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, parsed, source.language)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        codegen, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+        made = source.make_ir(target, parsed, codegen, modules, context)
+        for name in list(stages)[list(stages).index(source.ext) :]:
+            made = stages[name](made, metadata)
+    return made, metadata
 
 
 def _cache_dir() -> Path:
@@ -289,7 +213,7 @@ def _read(stem: Path) -> CompiledKernel | None:
         fields = json.loads(head)
         if fields.pop("cubin_bytes") != len(cubin):
             return None
-        fields["resources"] = KernelResources(**fields["resources"])
+        fields.pop("resources", None)  # an earlier version kept them
         fields["arguments"] = tuple(fields["arguments"])
         return CompiledKernel(cubin=cubin, **fields)
     except (OSError, ValueError, KeyError, TypeError):

@@ -57,10 +57,7 @@ def kernel_digest(spec: KernelSpec) -> str:
 
     Positions in files, comments and docstrings do not enter: moving a kernel keeps its timings.
     """
-    described = (
-        RECIPE_VERSION,
-        triton_version(),
-        _source_closure(spec.module, spec.function),
+    rest = (
         spec.signature,
         tuple(sorted(spec.constants.items())),
         spec.num_warps,
@@ -68,7 +65,17 @@ def kernel_digest(spec: KernelSpec) -> str:
         tuple(sorted(spec.divisible_by_16)),
         spec.fp_fusion,
     )
-    return hashlib.sha256(repr(described).encode()).hexdigest()
+    digest = _begun(spec.module, spec.function).copy()
+    digest.update(repr(rest)[1:].encode())
+    return str(digest.hexdigest())
+
+
+@cache
+def _begun(module: str, function: str) -> Any:
+    """The hash of what all specs of a kernel share, and of the beginning of the tuple that holds it: a build
+    asks for thousands of digests, and a kernel's source is long."""
+    shared = (RECIPE_VERSION, triton_version(), _source_closure(module, function))
+    return hashlib.sha256(f"{repr(shared)[:-1]}, ".encode())
 
 
 @cache

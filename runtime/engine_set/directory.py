@@ -61,9 +61,15 @@ def open_engine_set(directory: Path) -> EngineSet:
     model: to choose by machine among engines of several models would be to choose a model by chance.
 
     Raises:
-        UsageError: it holds neither, or engines of several models.
+        UsageError: it is no directory, holds neither, or engines of several models.
         EngineError: the index is unsound or another version's, or an engine file cannot be read.
     """
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "is not there"
+        raise UsageError(
+            f"{directory} {what}, expected the directory of an engine set",
+            hint="`tapeout build --matrix` and `tapeout pull` write engine sets",
+        )
     if (directory / INDEX_NAME).exists():
         index = load_index(directory)
         return EngineSet(directory, index.source, index.engines, index)

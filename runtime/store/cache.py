@@ -26,10 +26,12 @@ from tapeout.plugins.errors import CapacityError, TapeoutError, UsageError
 from tapeout.runtime.engine.in_use import lock_unused, mark_in_use
 from tapeout.runtime.store.remote import RemoteStore
 from tapeout.runtime.store.transfer import Blob, Tell, download, silent
+from tapeout.runtime.store.writable import check_takes_files
 
 logger = logging.getLogger("tapeout")
 
 _PARTIAL = ".partial"
+_OTHER_PLACE = "name another directory in TAPEOUT_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,10 @@ class Cache:
         except OSError as error:
             raise UsageError(
                 f"the cache {root} cannot be used: {error.strerror or error}",
-                hint="name another directory in TAPEOUT_CACHE_DIR",
+                hint=_OTHER_PLACE,
             ) from None
+        for folder in (root, self.blobs, self.locks, self.sets):
+            check_takes_files(folder, f"the cache {folder}", _OTHER_PLACE)
 
     @contextlib.contextmanager
     def leased(

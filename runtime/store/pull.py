@@ -25,6 +25,7 @@ from tapeout.runtime.store.cache import Cache
 from tapeout.runtime.store.cached_set import link_set, reduced
 from tapeout.runtime.store.remote import RemoteStore, StoredSet, open_store
 from tapeout.runtime.store.transfer import Blob, Tell, download, silent
+from tapeout.runtime.store.writable import check_takes_files
 
 
 @dataclass(frozen=True)
@@ -159,19 +160,20 @@ def _blobs(stored: StoredSet, entries: Sequence[EngineEntry]) -> list[Blob]:
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
     """The directory, made if need be, for this process alone; others that fetch into it wait."""
+    hint = "give a directory you may write to"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise UsageError(
-            f"--output: {str(directory)!r} cannot be used: {error.strerror or error}",
-            hint="give a directory you may write to",
+            f"--output: {str(directory)!r} cannot be used: {error.strerror or error}", hint=hint
         ) from None
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as error:
             raise TapeoutError(f"{directory} cannot be locked: {error.strerror or error}") from error
+        check_takes_files(directory, f"--output: {str(directory)!r}", hint)
         yield
     finally:
         os.close(fd)

@@ -8,6 +8,7 @@ So a reader who has a tag has a whole set: whatever a push was doing when it sto
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -199,6 +200,11 @@ class RemoteStore:
 
     def _failure(self, doing: str, error: Exception) -> TapeoutError:
         text = " ".join(str(error).split()) or "no message"
+        if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+            return UsageError(
+                f"{self.address.shown}: {doing} is not allowed: {type(error).__name__}: {text}",
+                hint="check the URL and the credentials: a push needs a place that may be written",
+            )
         return TapeoutError(
             f"{self.address.shown}: {doing} failed: {type(error).__name__}: {text}",
             hint="check the URL, the credentials and the network; the same command goes on where it stopped",

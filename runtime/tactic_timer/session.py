@@ -91,6 +91,7 @@ def time_pack(
     *,
     device: int = 0,
     progress: Callable[[str], None] = lambda text: None,
+    check_gpu: Callable[[GpuFacts], None] = lambda facts: None,
     worker: Sequence[str] = WORKER,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> PackTimes:
@@ -98,6 +99,7 @@ def time_pack(
 
     Args:
         device: number of the GPU. progress: told what is under way.
+        check_gpu: told the GPU before anything is timed; may raise.
 
     Raises:
         EngineIncompatibleError: no GPU or driver, or one that cannot run the pack.
@@ -105,7 +107,7 @@ def time_pack(
         TapeoutError: the worker could not start.
     """
     _check_bindings()
-    session = _Session(path, pack, device, progress, worker, step_timeout_s)
+    session = _Session(path, pack, device, progress, check_gpu, worker, step_timeout_s)
     start = time.monotonic()
     times = session.run()
     times.seconds = time.monotonic() - start
@@ -119,10 +121,12 @@ class _Session:
         pack: Pack,
         device: int,
         progress: Callable[[str], None],
+        check_gpu: Callable[[GpuFacts], None],
         worker: Sequence[str],
         step_timeout_s: float,
     ) -> None:
         self._path, self._pack, self._device, self._progress = path, pack, device, progress
+        self._check_gpu = check_gpu
         self._command, self._timeout_s = list(worker), step_timeout_s
         self._times: PackTimes | None = None
         self._left = list(range(len(pack.entries)))
@@ -177,7 +181,10 @@ class _Session:
         """Note a message; False when the worker has nothing more to say."""
         event = message["event"]
         if event == "ready":
-            self._times = self._times or PackTimes(GpuFacts(**message["gpu"]))
+            if self._times is None:
+                facts = GpuFacts(**message["gpu"])
+                self._check_gpu(facts)
+                self._times = PackTimes(facts)
         elif event == "error":
             kind = getattr(errors, str(message["kind"]), TapeoutError)
             raise kind(message["message"], hint=message["hint"])

@@ -106,6 +106,68 @@ def test_nothing_is_left_to_time(stages: dict[str, str], place: Place) -> None:
     assert "holds no pack for h200" in refused
 
 
+def test_what_changed_alone_is_timed_and_the_rest_stays(stages: dict[str, str], place: Place) -> None:
+    """As after a change of one kernel: the GPU job has earlier timings and a pack of what they lack."""
+    whole = json.loads((place.folder / "timings" / "tiny" / "sm_90.json").read_text())
+    gone = next(key for key, entry in whole["entries"].items() if entry.get("kind") == "mixed")
+    left = {key: entry for key, entry in whole["entries"].items() if key != gone}
+    earlier = write_timings(place.folder / "earlier", {**whole, "entries": left})
+    place.run("ci/compile.sh", "engines.yaml", "partial", "earlier")
+    run = ("ci/time.py", "run", "partial/packs", "timed", "sm_90", "--earlier", "earlier")
+    assert "NVIDIA H200" in place.run(*run)
+    merged = json.loads((place.folder / "timed" / "tiny" / "sm_90.json").read_text())["entries"]
+    assert merged.keys() == whole["entries"].keys()
+    assert {merged[key]["signature"] for key in left if "signature" in left[key]} | {
+        merged[gone]["signature"]
+    } == {e["signature"] for e in whole["entries"].values() if "signature" in e}
+    assert all(merged[key]["rows"].keys() >= entry["rows"].keys() for key, entry in left.items())
+    assert [f.name for f in (place.folder / "timed").glob("*/*")] == ["sm_90.json"], (
+        "what others timed is theirs"
+    )
+    assert json.loads(earlier.read_text())["entries"].keys() == left.keys()
+    shutil.copytree(place.folder / "timed", place.folder / "earlier", dirs_exist_ok=True)
+    assert "its timing cache answers everything" in place.run(
+        "ci/compile.sh", "engines.yaml", "partial", "earlier"
+    )
+
+
+def test_timings_of_another_gpu_are_refused_by_name(stages: dict[str, str], place: Place) -> None:
+    whole = (place.folder / "timings" / "tiny" / "sm_90.json").read_text()
+    write_timings(place.folder / "moved", json.loads(whole.replace("NVIDIA H200", "NVIDIA H100 PCIe")))
+    place.run("ci/compile.sh", "engines.yaml", "elsewhere", "moved")
+    run = ("ci/time.py", "run", "elsewhere/packs", "timed-elsewhere", "sm_90", "--earlier", "moved")
+    told = place.run(*run, code=2)
+    assert "holds timings of NVIDIA H100 PCIe" in told
+    assert "this GPU is NVIDIA H200" in told
+    assert not list((place.folder / "timed-elsewhere").glob("*/*"))
+    # Where they stand in the folder itself, too.
+    shutil.copytree(place.folder / "moved", place.folder / "timed-elsewhere", dirs_exist_ok=True)
+    assert "this GPU is NVIDIA H200" in place.run(*run[:-2], code=2)
+
+
+def test_a_pack_that_fails_keeps_no_other_from_being_timed(stages: dict[str, str], place: Place) -> None:
+    packs, made = place.folder / "two" / "packs", place.folder / "out" / "packs" / "tiny"
+    for model in ("a-damaged", "b-whole", "c-without-note"):
+        shutil.copytree(made, packs / model)
+    damaged = packs / "a-damaged" / "sm_90.pack"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    (packs / "c-without-note" / "sm_90.pack.key.json").unlink()
+    told = place.run("ci/time.py", "run", "two/packs", "timed-two", "sm_90", code=3)
+    assert "truncated" in told
+    assert [f.parent.name for f in (place.folder / "timed-two").glob("*/*.json")] == ["b-whole"]
+    (packs / "b-whole" / "sm_90.pack.key.json").write_text("[]")
+    told = place.run("ci/time.py", "gpus", "two/packs", code=1)
+    assert "sm_90.pack.key.json is not what `tapeout build --stage compile` notes" in told
+    assert "Traceback" not in told
+
+
+def write_timings(folder: Path, data: object) -> Path:
+    path = folder / "tiny" / "sm_90.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(data))
+    return path
+
+
 def test_what_is_published_need_not_be_built(stages: dict[str, str], place: Place) -> None:
     """On another runner, with the timings: the set comes from the store and stays."""
     url = f"file://{place.folder}/store"

@@ -54,6 +54,44 @@ def test_gitlab_takes_the_example(tmp_path: Path) -> None:
     check_schema("vendor.gitlab-ci", gitlab_example(tmp_path))
 
 
+def test_gitlab_starts_all_jobs_by_hand_or_none(tmp_path: Path) -> None:
+    """`rules` of a job replace those it extends, and a job without any runs on every push."""
+    file = yaml.safe_load(gitlab_example(tmp_path).read_text())
+    jobs = {
+        name: whole(file, name) for name in file if isinstance(file[name], dict) and "script" in file[name]
+    }
+    assert list(jobs) == ["compile", "time:h200", "finish"]
+    assert all(job["rules"] == [{"if": '$CI_PIPELINE_SOURCE == "web"'}] for job in jobs.values())
+    assert [job["stage"] for job in jobs.values()] == file["stages"]
+    # Timings go along with the packs, and what is measured comes back beside them.
+    assert jobs["compile"]["artifacts"]["paths"] == ["engines/packs", "timings"]
+    assert jobs["time:h200"]["artifacts"]["paths"] == ["timed"]
+    assert "--earlier timings" in jobs["time:h200"]["script"][0]
+    assert jobs["finish"]["cache"]["paths"] == jobs["compile"]["cache"]["paths"]
+
+
+def whole(file: dict[str, Any], name: str) -> dict[str, Any]:
+    """A job with what it extends, as GitLab merges them: mappings key by key, lists as a whole."""
+    job = dict(file[name])
+    base = job.pop("extends", None)
+    return {**whole(file, base), **job} if base else job
+
+
+def test_timings_so_far_go_to_the_gpu_and_come_back_whole() -> None:
+    path = ROOT / ".github" / "workflows" / "engines.yml"
+    steps = {name: job["steps"] for name, job in jobs(path).items()}
+    (sent,) = (
+        s["with"]
+        for s in steps["compile"]
+        if s.get("with", {}).get("name") == "packs" and "path" in s["with"]
+    )
+    assert sent["path"].split() == ["engines/packs", "timings"]
+    (timing,) = (s["run"] for s in steps["time"] if "ci/time.py" in s.get("run", ""))
+    assert timing == 'ci/time.py run engines/packs timed "$GPU" --earlier timings'
+    (back,) = (s["with"] for s in steps["time"] if s.get("uses", "").startswith("actions/upload"))
+    assert back["path"] == "timed"
+
+
 def test_the_projects_own_workflow_runs_what_everybody_runs() -> None:
     assert runs(ROOT / ".github" / "workflows" / "ci.yml") == [".ci/run"]
 

@@ -89,6 +89,16 @@ def ok(*args: str) -> Result:
     return result
 
 
+def test_help_names_the_dtypes_that_engines_have(compiler: Compiler) -> None:
+    """float16 is understood all the same: the build knows what to take instead of it."""
+    assert "[auto|float32|bfloat16|fp32|bf16]" in ok("--help").stdout
+    ok("model", "-o", "m.engine", "--dtype", "fp16")
+    assert compiler.calls[-1][2].dtype == "float16"
+    refused = run("model", "-o", "m.engine", "--dtype", "int4")
+    assert refused.exit_code == 2
+    assert "'int4' is not one of 'auto', 'float32', 'bfloat16', 'fp32', 'bf16'" in refused.stderr
+
+
 def test_every_option_reaches_the_compiler(compiler: Compiler) -> None:
     flags: dict[str, tuple[Any, list[str]]] = {
         "target": ("cpu", ["--target", "cpu"]),

@@ -12,7 +12,7 @@ from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, KernelSpec, LaunchSpec
 from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.triton_aot import CompiledKernel
-from tapeout.plugins.triton_aot.compile import SCRATCH_TYPES, KernelResources
+from tapeout.plugins.triton_aot.compile import SCRATCH_TYPES
 
 #: Of cubins that `compile_nothing` made: an ELF file for SM 90, as far as anybody looks.
 _HEAD = b"\x7fELF".ljust(48, b"\0") + (90 << 8).to_bytes(4, "little")
@@ -33,10 +33,7 @@ def compile_nothing(
         arguments = (*(kind for _, kind in spec.signature), *SCRATCH_TYPES)
         cubin = _HEAD + spec.key().encode()
         shared = int(spec.constants.get("SHARED", 0)) or shared_bytes(spec)
-        resources = KernelResources(32, 0)
-        done.append(
-            CompiledKernel(cubin, spec.function, 32 * spec.num_warps, shared, 0, 128, resources, arguments)
-        )
+        done.append(CompiledKernel(cubin, spec.function, 32 * spec.num_warps, shared, 0, 128, arguments))
     return done
 
 

@@ -69,12 +69,22 @@ def test_auto_takes_the_checkpoints_dtype_and_a_choice_wins(asked: str, checkpoi
     assert resolve_dtype(BuildOptions(dtype=asked), config(dtype=checkpoint)) == dtype
 
 
-@pytest.mark.parametrize(("asked", "checkpoint"), [("fp16", torch.float32), ("auto", torch.float16)])
-def test_a_dtype_the_target_cannot_compute_in(asked: str, checkpoint: Any) -> None:
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "whose", "advice"),
+    [
+        ("fp16", torch.float32, "", "hint: pass --dtype bfloat16 or --dtype float32"),
+        ("fp16", torch.float16, "", "or --dtype float32: every weight as it is"),
+        ("auto", torch.float16, ", the checkpoint's,", "or --dtype float32: every weight as it is"),
+        ("auto", torch.float64, ", the checkpoint's,", "hint: pass --dtype bfloat16 or --dtype float32"),
+    ],
+)
+def test_a_dtype_the_target_cannot_compute_in(asked: str, checkpoint: Any, whose: str, advice: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         resolve_dtype(BuildOptions(dtype=asked), config(dtype=checkpoint))
+    name = "float64" if checkpoint is torch.float64 else "float16"
     assert caught.value.message == (
-        "dtype 'float16' is not supported on target cpu, expected one of float32, bfloat16"
+        f"dtype '{name}'{whose} is not supported on target cpu, expected one of float32, bfloat16"
     )
     assert "--dtype bfloat16" in caught.value.render()
+    assert advice in caught.value.render()
     assert caught.value.exit_code == 5

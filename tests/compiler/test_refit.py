@@ -347,6 +347,60 @@ def test_paths_that_cannot_be(built: Path, tuned: Path, tmp_path: Path) -> None:
     assert engine.read_bytes() == before
 
 
+def _shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _garble(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[8:40] = b"\xff" * 32
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_shorten, "model.safetensors"),
+        (_garble, "model.safetensors"),
+        (lambda file: file.write_bytes(b""), "model.safetensors"),
+        (lambda file: file.unlink(), "tuned"),
+        (lambda file: file.with_name("config.json").write_text("{"), "config.json"),
+        (lambda file: file.with_name("tokenizer.json").write_text("{"), "tokenizer.json"),
+    ],
+    ids=["short", "garbled", "empty", "no-weights", "config", "tokenizer"],
+)
+def test_a_checkpoint_that_is_damaged(
+    built: Path, tuned: Path, tmp_path: Path, spoil: Callable[[Path], Any], words: str
+) -> None:
+    spoil(tuned / SINGLE)
+    result = invoke("refit", built / "base.engine", "--weights", tuned, "-o", tmp_path / "o.engine")
+    refused(result, 2, tmp_path, words)
+    assert "hint: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_checkpoint_of_another_architecture(built: Path, models: ModuleType, tmp_path: Path) -> None:
+    other = models.make_tiny("qwen3", tmp_path / "tuned", seed=0)
+    result = invoke("refit", built / "base.engine", "--weights", other, "-o", tmp_path / "o.engine")
+    refused(result, 3, tmp_path, "is another model than")
+    assert "qwen3" in result.stderr
+    assert "tapeout build" in result.stderr
+
+
+def test_engines_that_cannot_be(built: Path, tuned: Path, tmp_path: Path) -> None:
+    (tuned / "empty").mkdir()
+    for engine, words in (
+        ("missing.engine", "missing.engine"),
+        ("tuned/empty", "it has no index.json and no .engine file"),
+        ("tuned/model.safetensors", "model.safetensors"),
+    ):
+        for output in ([], ["-o", tmp_path / "o.engine"]):
+            result = invoke("refit", tmp_path / engine, "--weights", tuned, *output)
+            code = 3 if engine.endswith("safetensors") else 2
+            refused(result, code, tmp_path, words)
+            assert "hint: " in result.stderr
+
+
 def test_recipes_of_another_version_are_refused(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

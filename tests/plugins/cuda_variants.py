@@ -14,7 +14,7 @@ from tapeout.plugins.cuda import NATIVE, CudaTarget, KernelSpec, LaunchSpec
 from tapeout.plugins.op import AttrValue
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.sample.cuda import receive_launch, sample_launches
-from tapeout.plugins.triton_aot import CompiledKernel, compile_all
+from tapeout.plugins.triton_aot import CompiledKernel, compile_all, kernel_resources
 
 LIMITS = Path(__file__).with_name("cuda_limits.json")
 SMS = (80, 89, 90, 100, 120)
@@ -98,11 +98,7 @@ def variants(sm: int) -> dict[str, KernelSpec]:
 
 def occupied(names: Sequence[str], kernels: Sequence[CompiledKernel]) -> dict[str, dict[str, int]]:
     return {
-        name: {
-            "registers": k.resources.registers,
-            "stack_bytes": k.resources.stack_bytes,
-            "shared_bytes": k.shared_bytes,
-        }
+        name: {**vars(kernel_resources(k)), "shared_bytes": k.shared_bytes}
         for name, k in zip(names, kernels, strict=True)
     }
 

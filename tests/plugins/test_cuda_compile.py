@@ -21,7 +21,7 @@ from tapeout.plugins.cpu import TensorType
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.triton_aot import SCRATCH_TYPES, compile_all, compile_kernel, kernel_digest
-from tapeout.plugins.triton_aot.digest import _source_closure
+from tapeout.plugins.triton_aot.digest import _source_closure, kernel_function
 
 _POINTER_KINDS = {"input", "output", "weight", "step", "workspace"}
 
@@ -46,6 +46,55 @@ def test_recorded_kernels_spill_little_and_fit_their_sm() -> None:
             assert found["stack_bytes"] <= 128, (sm, name)  # a few spills outside the loops
             assert found["registers"] <= 255, (sm, name)
             assert found["shared_bytes"] <= SHARED_BYTES[int(sm)], (sm, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sm"),
+    [
+        ("sample.triton_inbox:receive", 80),
+        ("sample.triton_inbox:receive", 120),  # with the wait for the launch ahead
+        ("rms_norm.triton:", 89),
+        ("linear.gluon_stream:", 90),  # Gluon's front end
+    ],
+)
+def test_cubins_are_those_of_tritons_own_driver(
+    name: str, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stages run without its cache; nothing else differs, nor what it tells about the kernel."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon import GluonASTSource
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
+    spec = next(spec for key, spec in variants(sm).items() if key.startswith(name))
+    function = kernel_function(spec)
+    types, constants = dict(spec.signature), dict(spec.constants)
+    if "OVERLAP" in function.arg_names:
+        constants["OVERLAP"] = sm >= 90
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source = kind(
+        function,
+        {n: types.get(n, "constexpr") for n in function.arg_names},
+        constants,
+        {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in spec.divisible_by_16},
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": spec.fp_fusion}
+    with knobs.cache.scope(), knobs.compilation.scope():
+        knobs.cache.dir = str(tmp_path / "triton")
+        knobs.compilation.disable_line_info = True
+        theirs = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    ours = compile_kernel(spec, sm)
+    assert ours.cubin == theirs.asm["cubin"]
+    told = theirs.metadata
+    assert (ours.symbol, ours.threads, ours.shared_bytes, ours.scratch_bytes, ours.scratch_alignment) == (
+        told.name,
+        32 * told.num_warps,
+        told.shared,
+        told.global_scratch_size,
+        told.global_scratch_align,
+    )
 
 
 @pytest.mark.gpu_compile_all

@@ -14,7 +14,14 @@ import pytest
 
 from tapeout.plugins.cuda import KernelSpec
 from tapeout.plugins.errors import CapacityError
-from tapeout.plugins.triton_aot import CompiledKernel, KernelResources, compile_all, compile_kernel, compilers
+from tapeout.plugins.triton_aot import (
+    CompiledKernel,
+    compile_ahead,
+    compile_all,
+    compile_kernel,
+    compilers,
+    processes,
+)
 from tapeout.plugins.triton_aot import compile as compile_module
 
 
@@ -35,13 +42,13 @@ def specs() -> list[KernelSpec]:
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[ProcessPoolExecutor]:
     """The pools that are made from now on."""
     made: list[ProcessPoolExecutor] = []
-    real = compile_module._pool
+    real = processes._pool
 
     def counted(workers: int) -> ProcessPoolExecutor:
         made.append(real(workers))
         return made[-1]
 
-    monkeypatch.setattr(compile_module, "_pool", counted)
+    monkeypatch.setattr(processes, "_pool", counted)
     return made
 
 
@@ -54,6 +61,35 @@ def test_processes_are_kept(specs: list[KernelSpec], monkeypatch: pytest.MonkeyP
         [k.cubin for k in compile_all(specs, sm)] for sm in (80, 90)
     ]
     assert not list(tmp_path.rglob(".*")), "no lock stays"
+
+
+def test_what_is_begun_ahead_is_compiled_once(
+    specs: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    made = pools(monkeypatch)
+    with compilers(1):
+        submit = made[0].submit
+        monkeypatch.setattr(made[0], "submit", lambda *call: asked.append(call) or submit(*call))
+        compile_ahead(specs, 80)
+        kernel, again = compile_all(specs, 80)
+        compile_ahead(specs, 80)
+    assert [(spec, sm) for _, spec, sm in asked] == [(specs[0], 80)]
+    assert kernel == again == compile_kernel(specs[0], 80)
+
+
+def test_kernels_that_nobody_waits_for_are_not_begun(specs: list[KernelSpec], tmp_path: Path) -> None:
+    """So an interrupted build ends at once."""
+    sms = (80, 86, 89, 90, 100, 103, 120)
+    with compilers(1):
+        for sm in sms:
+            compile_ahead(specs, sm)
+    assert len(list(tmp_path.rglob("*-sm*"))) < len(sms) - 1
+
+
+def test_without_processes_nothing_is_begun(specs: list[KernelSpec], tmp_path: Path) -> None:
+    compile_ahead(specs, 80)
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_a_process_that_is_killed(specs: list[KernelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +109,7 @@ def test_two_do_not_compile_the_same(specs: list[KernelSpec], monkeypatch: pytes
     def slowly(spec: KernelSpec, function: Any, sm: int) -> CompiledKernel:
         done.append(sm)
         time.sleep(0.3)
-        return CompiledKernel(b"x", "f", 32, 0, 0, 128, KernelResources(1, 0), ())
+        return CompiledKernel(b"x", "f", 32, 0, 0, 128, ())
 
     monkeypatch.setattr(compile_module, "_compile", slowly)
     threads = [threading.Thread(target=compile_kernel, args=(specs[0], sm)) for sm in (80, 80, 80, 90)]
@@ -82,3 +118,14 @@ def test_two_do_not_compile_the_same(specs: list[KernelSpec], monkeypatch: pytes
     for thread in threads:
         thread.join()
     assert sorted(done) == [80, 90]
+
+
+def test_only_the_processes_get_memory_in_large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    made = pools(monkeypatch)
+    with compilers(1):
+        assert "GLIBC_TUNABLES" not in os.environ
+        assert "glibc.malloc.top_pad=" in made[0].submit(os.getenv, "GLIBC_TUNABLES").result()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    with compilers(1):
+        assert made[1].submit(os.getenv, "GLIBC_TUNABLES").result() == "glibc.malloc.check=0"

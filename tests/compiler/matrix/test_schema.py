@@ -139,7 +139,7 @@ class TestProblems:
             5: "m: expected a directory, a .gguf file or a hub id",
             6: "max-batch-sise: unknown key, did you mean max-batch-size?",
             7: "N: differs from 'n' in case alone",
-            8: "t: expected a directory",
+            8: "t: 7 is of type int, expected a directory",
             10: "dtype: 'fp8' is unknown, expected one of auto",
             11: "auto: depends on the machine",
             12: "cuda:h300: target 'cuda:h300' is unknown, expected cuda: and one of a100",
@@ -156,6 +156,11 @@ class TestProblems:
         assert any("pack: not in a matrix: `--stage compile` writes packs" in p for p in found)
         assert any("modle: unknown key, did you mean model?" in p for p in found)
 
+    def test_what_is_repeated_is_told_once(self, tmp_path: Path) -> None:
+        assert problems(tmp_path, "models: {m: ./m}\ntargets: [cpu, cpu]") == [
+            "engines.yaml:2: cpu: given twice"
+        ]
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -164,6 +169,10 @@ class TestProblems:
             ("models: {m: ./m}", "no 'targets', expected at least one"),
             ("models: [m]\ntargets: [cpu]", "models are of type list"),
             ("models: {m: ./m}\ntargets: [cpu, cpu]", "cpu: given twice"),
+            (
+                "models: {m: ./m}\ntargets: cpu",
+                "targets are of type str, expected a list, or a mapping to opt",
+            ),
             ("models: {Packs: ./m}\ntargets: [cpu]", "Packs: is the folder of packs"),
             ("models: {m: ./m, m: ./n}\ntargets: [cpu]", "m: given twice"),
             ("models: {m: ./m}\nmodels: {m: ./m}\ntargets: [cpu]", "models: given twice"),

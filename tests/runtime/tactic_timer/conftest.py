@@ -35,7 +35,11 @@ FAKES = [
 
 
 def made_pack(
-    *entries: tuple[str, ...], sm: int = 90, cuda: str = "13.0", steps: Sequence[WholeStep] = ()
+    *entries: tuple[str, ...],
+    target: str = "cuda:h200",
+    sm: int = 90,
+    cuda: str = "13.0",
+    steps: Sequence[WholeStep] = (),
 ) -> PackFile:
     """A pack with an `add` for each tuple of candidates' names, which are their kernels' too; cubins are no
     code."""
@@ -60,7 +64,7 @@ def made_pack(
     ]  # fmt: skip
     kernels = tuple(Kernel("code.cubin", symbol, 128, 0, 0, 2, False) for symbol in symbols)
     tools = ("fill_normal.float32", "fill_integers", "compare.float32", "compare_cache.float32")
-    pack = Pack("cuda:h200", sm, 132, cuda, kernels, dict.fromkeys(tools, 0), tuple(made), tuple(steps))
+    pack = Pack(target, sm, 132, cuda, kernels, dict.fromkeys(tools, 0), tuple(made), tuple(steps))
     return PackFile(pack, {"code.cubin": b"\x7fELF" + bytes(range(256)) * 8}, np.arange(5, dtype=np.float32))
 
 

@@ -161,6 +161,76 @@ def test_timings_that_are_there_are_kept(
     assert [g.name for sm in (89, 90) for g in gpus_in(both, sm)] == ["NVIDIA L4", "NVIDIA H200"]
 
 
+class TestEarlierTimings:
+    """`--timing-cache`: a pack of what changed, timed on another machine than the earlier timings are on."""
+
+    PLACE = ("add0(float32[T,16])", "mixed", "", 4)
+    H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 132, 80)
+
+    def earlier(self, path: Path, gpu: Gpu = H200) -> Path:
+        cache = TimingCache.load(path)
+        timings = GpuTimings(cache, gpu)
+        timings.put(*self.PLACE, "a1:0", "a1", Outcome(70.0))  # the pack times it again
+        timings.put(*self.PLACE, "old:0", "old", Outcome(5.0))
+        timings.put("other", "mixed", "", 8, "kept", "b", Outcome(None, "wrong"))
+        cache.save()
+        return path
+
+    def test_they_stay_and_newer_ones_win(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        earlier = self.earlier(tmp_path / "earlier.json")
+        before = earlier.read_bytes()
+        result = run(write_pack(("a1",))[0], "-o", tmp_path / "cache.json", "--timing-cache", earlier)
+        assert result.exit_code == 0, result.stderr
+        timings = GpuTimings(TimingCache.load(tmp_path / "cache.json"), H200)
+        assert timings.get(*self.PLACE, "a1:0") == Outcome(1)
+        assert timings.get(*self.PLACE, "old:0") == Outcome(5)
+        assert timings.get("other", "mixed", "", 8, "kept") == Outcome(None, "wrong")
+        assert earlier.read_bytes() == before
+
+    def test_what_the_output_holds_is_newer(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        cache = TimingCache.load(tmp_path / "cache.json")
+        GpuTimings(cache, H200).put(*self.PLACE, "old:0", "old", Outcome(4.0))
+        cache.save()
+        earlier = self.earlier(tmp_path / "earlier.json")
+        run(write_pack(("a1",))[0], "-o", tmp_path / "cache.json", "--timing-cache", earlier)
+        timings = GpuTimings(TimingCache.load(tmp_path / "cache.json"), H200)
+        assert timings.get(*self.PLACE, "old:0") == Outcome(4)
+
+    def test_of_another_gpu_that_the_target_could_mean(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        """Before anything is timed: an engine for sm_90 could be built from neither of the two."""
+        earlier, cache = self.earlier(tmp_path / "earlier.json", self.H100), tmp_path / "cache.json"
+        pack, _ = write_pack(("a1",), target="cuda:sm_90")
+        result = run(pack, "-o", cache, "--timing-cache", earlier, with_worker="idle_gpu.py")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{earlier} holds timings of {self.H100.text()}, this GPU is NVIDIA H200" in result.stderr
+        assert "cuda:sm_90 could mean both" in result.stderr
+        assert "hint: time on the same model, or remove that file" in result.stderr
+        assert not cache.exists()
+
+    def test_a_target_that_names_its_model_does_not_mean_others(
+        self, write_pack: Write, run: Callable[..., Result], tmp_path: Path
+    ) -> None:
+        earlier, cache = self.earlier(tmp_path / "earlier.json", self.H100), tmp_path / "cache.json"
+        assert run(write_pack(("a1",))[0], "-o", cache, "--timing-cache", earlier).exit_code == 0
+        assert gpus_in(TimingCache.load(cache), 90) == [self.H100, H200]
+
+    def test_they_must_be_there(self, write_pack: Write, run: Callable[..., Result], tmp_path: Path) -> None:
+        result = run(write_pack(("a1",))[0], "-o", tmp_path / "c.json", "--timing-cache", tmp_path / "none")
+        assert result.exit_code == 2
+        assert "none' does not exist" in result.stderr
+        (tmp_path / "text").write_text("text")
+        result = run(write_pack(("a1",))[0], "-o", tmp_path / "c.json", "--timing-cache", tmp_path / "text")
+        assert result.exit_code == 2
+        assert "is not a timing cache" in result.stderr
+        assert not (tmp_path / "c.json").exists()
+
+
 class TestRefusals:
     """Told before anything is timed; nothing is written."""
 
