@@ -244,6 +244,11 @@ class BuildOptions:
         """Whose tactics of single ops compete on a cuda target."""
         return frozenset({NATIVE, *((CUBLASLT,) if self.tactics in {AUTO, CUBLASLT} else ())})
 
+    @property
+    def segments_compete(self) -> bool:
+        """May TensorRT segments run regions? Not those of batch invariance, nor where others were named."""
+        return self.tactics in {AUTO, TENSORRT} and not self.batch_invariant
+
     def effective(self) -> dict[str, Any]:
         """All options as plain data (paths as text), for printing and reports."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -304,8 +309,6 @@ def _cross_problems(options: BuildOptions) -> list[str]:
         problems.append(f"tactics: {tactics!r} goes against batch_invariant: {_BY_BUCKET[tactics]}")
     if tactics in _BY_BUCKET and not on_cuda:
         problems.append(f"tactics: {tactics!r} is for cuda targets, got target {options.target!r}")
-    if tactics == TENSORRT and options.pack is not None:
-        problems.append(f"tactics: {tactics!r} has nothing to time in a pack: its segments are not timed yet")
     batch, tokens = options.max_batch_size, options.max_num_tokens
     if batch is not None and tokens is not None and tokens < batch:
         problems.append(

@@ -37,7 +37,7 @@ class KnownBad:
         """Does it speak of this builder and target?"""
         if package != self.package or self.sm not in {0, sm}:
             return False
-        return _number(self.first) <= _number(version) <= _number(self.last)
+        return version_number(self.first) <= version_number(version) <= version_number(self.last)
 
     def text(self) -> str:
         """Symptom, versions and source, for an error."""
@@ -109,6 +109,6 @@ def _check_version(package: str, version: str, sm: int) -> None:
             )
 
 
-def _number(version: str) -> tuple[int, ...]:
+def version_number(version: str) -> tuple[int, ...]:
     """ "10.13.3.9.post1" as (10, 13, 3, 9)."""
     return tuple(map(int, re.findall(r"\d+", version)[:4]))
