@@ -1,9 +1,9 @@
 """A region by our kernels in Triton's interpreter, against its segment in ONNX Runtime: `python
 interpreted_region.py KIND HOW...`
 
-KIND is `mixed` or `decode`. For each HOW the region is checked and timed once, with a segment that is `right`,
-or after which an element is `wrong`, `unwritten`, or written `outside` of its rows. Prints what the worker tells,
-a message a line. Other folders are found as by interpreted_gpu.py.
+KIND is `mixed` or `decode`. For each HOW the region is checked and timed once, with a segment that is
+`right`, or after which an element is `wrong`, `unwritten`, or written `outside` of its rows. Prints what the
+worker tells, a message a line. Other folders are found as by interpreted_gpu.py.
 """
 
 from __future__ import annotations
