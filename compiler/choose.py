@@ -85,7 +85,10 @@ def choose_for_cuda(
     own = {key: signature for key, signature in signatures.items() if key not in covered}
 
     def rivals() -> Rivals:
-        return NO_RIVALS if segments else rivals_of(module, dtype, limits, gpu.sm, options, stage.update)
+        # Times of segments belong to their bytes, which have a place beside a timing cache alone.
+        if segments or options.timing_cache is None:
+            return NO_RIVALS
+        return rivals_of(module, dtype, limits, gpu.sm, options, stage.update)
 
     decided = decide(own, order, limits, gpu, target, options, cache, stage.update, rivals)
     timed, chosen = decided.timed, decided.timed.choices

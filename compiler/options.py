@@ -187,9 +187,9 @@ class BuildOptions:
     tactics: str = _option(
         "auto",
         str,
-        "Whose tactics a cuda target may have: auto: all that were timed, TensorRT's segments where they were "
-        "faster; native: our own kernels; cublaslt: cuBLASLt for every product it was timed for; tensorrt: "
-        "TensorRT for all between two attention ops.",
+        "Whose tactics a cuda target may have: auto: all that were timed, TensorRT's segments where they "
+        "were faster; native: our own kernels; cublaslt: cuBLASLt for every product it was timed for; "
+        "tensorrt: TensorRT for all between two attention ops.",
         identity=True,
         choices=TACTICS,
     )

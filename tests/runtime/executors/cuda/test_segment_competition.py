@@ -35,6 +35,7 @@ from tapeout.compiler.tactics import gpu_contests, gpu_decide, gpu_pack, gpu_tim
 from tapeout.compiler.tensorrt import competition
 from tapeout.compiler.tensorrt import segments as builder_side
 from tapeout.compiler.tensorrt.builder import Built
+from tapeout.plugins.errors import TapeoutError
 from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine import Engine, open_engine
 from tapeout.runtime.engine.launches import LaunchTable, RegionRange
@@ -351,14 +352,11 @@ def test_a_machine_without_a_builder(packed: Place, tmp_path: Path, monkeypatch:
 def test_a_builder_that_fails_costs_its_segments(
     packed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(builder_side, "_build", builder_side_failure)
+    def fail(*given: Any) -> dict[str, Built]:
+        raise TapeoutError("TensorRT-RTX did not build a segment for sm_89: no such layer", hint="none")
+
+    monkeypatch.setattr(builder_side, "_build", fail)
     told = packed.build("--pack", tmp_path / "a.pack").output
-    assert "no TensorRT segments: TensorRT-RTX did not build a segment" in told
-    assert packed.build("--pack", tmp_path / "b.pack", "--tactics", "tensorrt", code=1)
-
-
-def builder_side_failure(*given: Any) -> Callable[..., Any]:
-    from tapeout.plugins.errors import TapeoutError
-
-    raise TapeoutError("TensorRT-RTX did not build a segment for sm_89: no such layer", hint="none")
+    assert "no TensorRT segments: TensorRT-RTX did not build a segment for sm_89" in told
+    packed.build("--pack", tmp_path / "b.pack", "--tactics", "tensorrt", code=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pack"]
