@@ -25,7 +25,7 @@ from tapeout.compiler.progress import Progress, SilentProgress, of_bytes
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
-from tapeout.compiler.tensorrt.segments import check_segments
+from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
 from tapeout.plugins.native import detect_host

@@ -17,8 +17,8 @@ from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_decide import open_contests
 from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
 from tapeout.compiler.targets import cuda_target
+from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.compiler.tensorrt.competition import rivals_of
-from tapeout.compiler.tensorrt.segments import check_segments
 from tapeout.plugins.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from tapeout.compiler.matrix.job import ENGINE, PACK, Job, Task
 from tapeout.compiler.matrix.processes import Estimated
 from tapeout.compiler.matrix.schema import EngineSpec
 from tapeout.compiler.report import report_path
-from tapeout.compiler.tensorrt.segments import check_segments
+from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.model_defs.resolve import locate_model
 from tapeout.plugins.errors import TapeoutError, UnsupportedError, UsageError
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tapeout.compiler.local_gpu import local_gpu
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.targets import cuda_target
+from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.errors import UnsupportedError
-from tapeout.runtime.tensorrt.package import FULL, KINDS, RTX
+from tapeout.runtime.tensorrt.package import FULL, KINDS, RTX, installed_version
 
 #: Compute capabilities that TensorRT-RTX builds for, with or without a GPU.
 RTX_SMS = (75, 80, 86, 89, 120, 121)
@@ -93,6 +97,24 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
         f"{KINDS[FULL].title} ({have}) builds on a GPU that the target means, and {where}",
         hint=f"build on a machine with that GPU ({KINDS[FULL].install}), {_NATIVE}",
     )
+
+
+def check_segments(options: BuildOptions) -> None:
+    """Refuse a build whose segments no package of this machine can make, before anything is traced.
+
+    Raises UnsupportedError.
+    """
+    if options.tactics == TENSORRT:
+        dtype = "float32" if options.dtype == "auto" else options.dtype
+        package_for(cuda_target(options.target).sm, options.target, dtype)
+
+
+def package_for(sm: int, target: str, dtype: str) -> tuple[str, str]:
+    """The package that builds for a target here, and the name of the GPU that it times its tactics on."""
+    here = local_gpu(target, sm)
+    full, rtx = installed_version(FULL), installed_version(RTX)
+    package = choose_package(sm, target, dtype, full=full, rtx=rtx, gpu=here is not None)
+    return package, here.name if here is not None and package == FULL else ""
 
 
 def crash_note(package: str, version: str, sm: int) -> str:

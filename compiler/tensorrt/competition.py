@@ -15,14 +15,13 @@ from tapeout.compiler.tactics.gpu_contests import Contest
 from tapeout.compiler.tactics.gpu_regions import RegionContest, region_contests
 from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.gpu_select import times_alone
-from tapeout.compiler.tensorrt.choice import version_number
+from tapeout.compiler.tensorrt.choice import package_for, version_number
 from tapeout.compiler.tensorrt.segment_cache import SegmentCache, kept_folder
 from tapeout.compiler.tensorrt.segment_plan import BuiltBody, Ranges, SegmentPlan, segment_plan
 from tapeout.compiler.tensorrt.segments import (
     build_bodies,
     cache_paths,
     kept_bodies,
-    package_for,
     profiles_of,
 )
 from tapeout.plugins.cuda import NATIVE, TENSORRT

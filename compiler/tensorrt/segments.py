@@ -11,12 +11,10 @@ from pathlib import Path
 
 from tapeout.compiler.cuda_plan import ROW_MULTIPLE
 from tapeout.compiler.ir import Module
-from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.regions import Body, distinct_bodies, find_regions
-from tapeout.compiler.targets import cuda_target
 from tapeout.compiler.tensorrt.builder import Built
-from tapeout.compiler.tensorrt.choice import choose_package, crash_note
+from tapeout.compiler.tensorrt.choice import crash_note, package_for
 from tapeout.compiler.tensorrt.region_onnx import region_onnx
 from tapeout.compiler.tensorrt.segment_cache import SegmentCache, kept_folder
 from tapeout.compiler.tensorrt.segment_plan import (
@@ -33,28 +31,10 @@ from tapeout.runtime.engine.codec import encode
 from tapeout.runtime.engine.launches import RowRange, SegmentProfile
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program_check import row_limits
-from tapeout.runtime.tensorrt.package import FULL, RTX, installed_version
+from tapeout.runtime.tensorrt.package import FULL, installed_version
 
 #: Steps of up to so many rows have a profile of their own: few rows, and weights are what takes the time.
 FEW_ROWS = 64
-
-
-def check_segments(options: BuildOptions) -> None:
-    """Refuse a build whose segments no package of this machine can make, before anything is traced.
-
-    Raises UnsupportedError.
-    """
-    if options.tactics == TENSORRT:
-        dtype = "float32" if options.dtype == "auto" else options.dtype
-        package_for(cuda_target(options.target).sm, options.target, dtype)
-
-
-def package_for(sm: int, target: str, dtype: str) -> tuple[str, str]:
-    """The package that builds for a target here, and the name of the GPU that it times its tactics on."""
-    here = local_gpu(target, sm)
-    full, rtx = installed_version(FULL), installed_version(RTX)
-    package = choose_package(sm, target, dtype, full=full, rtx=rtx, gpu=here is not None)
-    return package, here.name if here is not None and package == FULL else ""
 
 
 def segments_for(

@@ -47,7 +47,10 @@ class PackFile:
 def encode_pack(file: PackFile) -> bytes:
     """The whole file; the same for the same pack."""
     order = sorted(file.cubins, key=lambda blob: (_symbol(file.pack, blob), blob))
-    index = {"cubins": [[blob, len(file.cubins[blob])] for blob in order], "pack": file.pack.to_json()}
+    index: dict[str, Any] = {
+        "cubins": [[blob, len(file.cubins[blob])] for blob in order],
+        "pack": file.pack.to_json(),
+    }
     plans = [file.plans[packed.segment.blob] for packed in file.pack.segments]
     if plans:
         index["plans"] = [len(plan) for plan in plans]

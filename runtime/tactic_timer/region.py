@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 
 import numpy as np
 
@@ -117,7 +118,7 @@ class RegionTimer:
         calls = calls_of(once_us / self._copies, self._copies)
         with ExitStack() as stack:
             graphs = [
-                stack.enter_context(closing(Graph(self._shared.stream, lambda work=work: work(calls))))
+                stack.enter_context(closing(Graph(self._shared.stream, partial(work, calls))))
                 for work in (self._by_segment, self._by_own)
             ]
             once = sum(in_turns_us(graphs, 1, self._shared.stream))

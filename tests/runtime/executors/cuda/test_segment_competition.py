@@ -32,7 +32,7 @@ from tapeout.compiler import cuda_plan
 from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.tactics import gpu_contests, gpu_decide, gpu_pack, gpu_timing
-from tapeout.compiler.tensorrt import competition
+from tapeout.compiler.tensorrt import choice, competition
 from tapeout.compiler.tensorrt import segments as builder_side
 from tapeout.compiler.tensorrt.builder import Built
 from tapeout.plugins.errors import TapeoutError
@@ -74,10 +74,10 @@ def stand_ins() -> Iterator[None]:
         patch.setattr(gpu_contests, "_contenders", lambda *given: contenders(*given)[:2])
         for module in (cuda_plan, gpu_pack):
             patch.setattr(module, "compile_all", compile_nothing)
-        for module in (gpu_decide, builder_side):
+        for module in (gpu_decide, choice):
             patch.setattr(module, "local_gpu", lambda target, sm: None)
         patch.setattr(builder_side, "FEW_ROWS", 2)
-        for module in (builder_side, competition):
+        for module in (builder_side, choice, competition):
             patch.setattr(module, "installed_version", {RTX: VERSION}.get)
         patch.setattr(
             builder_side, "_build",
@@ -330,7 +330,7 @@ def test_what_the_cache_answers_is_not_packed_again(timed: Place, tmp_path: Path
 def test_a_native_pack_is_what_it_was(packed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not a builder of segments is here; in the form that knows nothing of them."""
     packed.build("--pack", tmp_path / "with.pack", "--tactics", "native")
-    monkeypatch.setattr(builder_side, "installed_version", lambda name: None)
+    monkeypatch.setattr(choice, "installed_version", lambda name: None)
     packed.build("--pack", tmp_path / "without.pack", "--tactics", "native")
     data = (tmp_path / "with.pack").read_bytes()
     assert data == (tmp_path / "without.pack").read_bytes()
@@ -340,7 +340,7 @@ def test_a_native_pack_is_what_it_was(packed: Place, tmp_path: Path, monkeypatch
 
 def test_a_machine_without_a_builder(packed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` packs our kernels and says why no more; `tensorrt` is refused."""
-    monkeypatch.setattr(builder_side, "installed_version", lambda name: None)
+    monkeypatch.setattr(choice, "installed_version", lambda name: None)
     told = packed.build("--pack", tmp_path / "a.pack").output
     assert "no TensorRT segments: TensorRT segments for cuda:l4: TensorRT-RTX is not installed" in told
     assert read_pack(tmp_path / "a.pack").pack.regions == ()

@@ -23,6 +23,7 @@ from next_token import NextToken
 
 from tapeout.compiler.build import build
 from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.tensorrt import choice
 from tapeout.compiler.tensorrt import segments as builder_side
 from tapeout.compiler.tensorrt.builder import Built
 from tapeout.plugins.errors import EngineIncompatibleError
@@ -52,7 +53,8 @@ def segment_engine(models: ModuleType, tmp_path_factory: pytest.TempPathFactory)
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder_side, "FEW_ROWS", 4)
-        patch.setattr(builder_side, "installed_version", {RTX: VERSION}.get)
+        for module in (builder_side, choice):
+            patch.setattr(module, "installed_version", {RTX: VERSION}.get)
         patch.setattr(
             builder_side, "_build",
             lambda models, *rest: {n: Built(model, ("kgen made_up",), 0.0) for n, model in models.items()},
