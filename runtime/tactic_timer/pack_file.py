@@ -47,10 +47,8 @@ class PackFile:
 def encode_pack(file: PackFile) -> bytes:
     """The whole file; the same for the same pack."""
     order = sorted(file.cubins, key=lambda blob: (_symbol(file.pack, blob), blob))
-    index: dict[str, Any] = {
-        "cubins": [[blob, len(file.cubins[blob])] for blob in order],
-        "pack": file.pack.to_json(),
-    }
+    cubins = [[blob, len(file.cubins[blob])] for blob in order]
+    index: dict[str, Any] = {"cubins": cubins, "pack": file.pack.to_json()}
     plans = [file.plans[packed.segment.blob] for packed in file.pack.segments]
     if plans:
         index["plans"] = [len(plan) for plan in plans]
