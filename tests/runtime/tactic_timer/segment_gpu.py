@@ -2,8 +2,8 @@
 segment_gpu.py`, with the worker's stdin. fake_cuda.py and fake_tensorrt.py belong on PYTHONPATH.
 
 A launch takes 200 microseconds. SEGMENT_GPU says what segments do, in JSON: {"version": of the package, or
-null where there is none, "us": {rows: microseconds of a segment}, "wrong": [rows], "crash": [rows], "hang":
-[rows], "fault": [rows]}. Rows are those of a segment's first input.
+null where there is none, "us": {rows: microseconds of a segment}, "wrong": [rows], "crash": [rows], of a
+region of ids, "fault": [rows], of one that ends in logits}. Rows are those of a segment's first input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from typing import Any
 
 from cuda.bindings import driver as real
@@ -35,12 +34,11 @@ class ScriptedTensorRt(FakeTensorRt):
     """Does what the script says when a segment is queued."""
 
     def queued(self, call: Call) -> None:
-        rows = call.shapes["x0"][0]
-        if rows in SCRIPT.get("crash", ()) and len(call.shapes["x0"]) == 1:  # the first region, of ids
+        rows, outputs = call.shapes["x0"][0], call.engine.graph.output
+        if rows in SCRIPT["crash"] and len(call.shapes["x0"]) == 1:
             os.kill(os.getpid(), signal.SIGSEGV)
-        if rows in SCRIPT.get("hang", ()):
-            time.sleep(600)
-        if rows in SCRIPT.get("fault", ()):
+        symbols = {d.dim_param for o in outputs for d in o.type.tensor_type.shape.dim}
+        if rows in SCRIPT["fault"] and "R" in symbols:
             self.cuda.broken = True
             raise TapeoutError("CUDA: launching a graph: CUDA_ERROR_ILLEGAL_ADDRESS")
 
@@ -77,14 +75,14 @@ class BelievingChecker(Checker):
 
 class ScriptedRegionChecker(RegionChecker):
     def problem(self) -> str | None:
-        wrong = self._region._case.rows in SCRIPT.get("wrong", ())
+        wrong = self._region._case.rows in SCRIPT["wrong"]
         return super().problem() or ("output x9: 3 of 8 elements differ" if wrong else None)
 
 
 def main() -> None:
     fake = SegmentCuda()
     driver.cu = device.cu = fake
-    version = SCRIPT.get("version")
+    version = SCRIPT["version"]
     segments.installed_version = {RTX: version}.get
     segments.load = lambda name: Package(KINDS[name], version, fake.tensorrt.module)
     worker.Checker, worker.RegionChecker = BelievingChecker, ScriptedRegionChecker

@@ -54,8 +54,15 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip ins
 VERSION = "1.7.1.116"
 FLAGS = ["--target", "cuda:l4", "--dtype", "float32", "--max-batch-size", "2", "--max-num-tokens", "8",
          "--max-seq-len", "64", "--tokens-per-page", "16"]  # fmt: skip
-#: Fast with 1 row, slow with 2; wrong with 4, and the first region's ends the process with 8.
-SCRIPT = {"version": VERSION, "us": {"1": 90, "2": 9000, "4": 80, "8": 70}, "wrong": [4], "crash": [8]}
+#: Fast with 1 row, slow with 2; wrong with 4; with 8 the first region's ends the process, the last one's
+#: breaks the context.
+SCRIPT = {
+    "version": VERSION,
+    "us": {"1": 90, "2": 9000, "4": 80, "8": 70},
+    "wrong": [4],
+    "crash": [8],
+    "fault": [8],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,22 +171,22 @@ def test_a_pack_holds_the_distinct_regions(packed: Place) -> None:
 
 
 def test_what_was_timed_and_why_others_were_not(timed: Place) -> None:
-    assert "3 regions" not in timed.told
     assert "tensorrt refused at 4 rows: output x9: 3 of 8 elements differ" in timed.told
-    crash = "the process ended with SIGSEGV while checking region 0"
-    assert crash in " ".join(timed.told.split())
-    assert "1 restarts" in timed.told
+    told = " ".join(timed.told.split())
+    assert "the process ended with SIGSEGV while checking region 0" in told
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS while checking region 2" in told
+    assert "2 restarts" in timed.told
     assert len(list((timed.folder / "times.json.segments").glob("*.plan"))) == 3
 
 
 def test_a_segment_runs_where_it_was_faster(finished: Path) -> None:
-    """With 1 row; with 8 where it did not crash. Never where it was slower or wrong."""
+    """With 1 row; with 8 where it ran. Never where it was slower or wrong."""
     with open_engine(finished) as engine:
         first, middle, last = table_of(engine).regions
         few, many = 0, 1  # profiles
         assert first.ranges == (RegionRange(1, few), RegionRange(8, -1))
         assert middle.ranges == (RegionRange(1, few), RegionRange(4, -1), RegionRange(8, many))
-        assert last.ranges == middle.ranges
+        assert last.ranges == first.ranges
         assert (first.decode_ranges, middle.decode_ranges) == ((), ())
         assert last.decode_ranges == (RegionRange(1, few), RegionRange(2, -1))
         assert engine.manifest.timed
@@ -247,12 +254,12 @@ def test_each_bucket_is_its_own_launches(
         many = launched_by((0, [1, 2, 3, 4, 5], 0, [0]), (1, [1], 0, [1]))  # a bucket of 8
         two = launched_by((0, [6], 5, [0]), (1, [2], 1, [1]))
         one = launched_by((0, [7], 6, [0]))
-        assert [symbols.count(SYMBOL) for symbols in (many, two, one)] == [2, 0, 3]
+        assert [symbols.count(SYMBOL) for symbols in (many, two, one)] == [1, 0, 3]
         names = {"norm_linear", "linear_add"}
         ours = {key.partition("(")[0] for key in table_of(engine).ranges}
         assert names <= ours  # what a segment runs in one bucket our kernels run in another
         assert len(two) > len(one)
-        assert [call.profile for call in fake.calls] == [1, 1, 0, 0, 0]
+        assert [call.profile for call in fake.calls] == [1, 0, 0, 0]
         executor.close()
     assert not any(cuda.open.values())
 
