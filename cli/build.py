@@ -140,8 +140,9 @@ def _build_pack(
             return
         lines = [
             f"{report.candidates} candidates at {report.entries} places for {report.target}, {report.dtype}",
-            f"wrote, with {report.kernels} kernels",
+            f"wrote, with {report.kernels} kernels and {report.segments} TensorRT segments",
             table([(report.pack.name, human_bytes(report.file_bytes))]),
+            *([f"no TensorRT segments: {report.no_segments}"] if report.no_segments else []),
             f"{sum(report.stage_seconds.values()):.1f} s",
             f"on the GPU: tapeout time {report.pack} -o CACHE.json",
         ]

@@ -7,15 +7,14 @@ from typing import Any
 
 import click
 
-from tapeout.cli.format import human_bytes, table
-from tapeout.cli.segment_text import segments_text
+from tapeout.cli.format import counted, human_bytes, table
+from tapeout.cli.segment_text import regions_text, segments_text
+from tapeout.cli.times_text import times_lines
 from tapeout.compiler.report import StepTiming
 
 #: Columns for values that may be long, right of the names of their section.
 _VALUE_WIDTH = 84
 _WIDTH = 100
-#: Row counts in one line of a tactic's table, and tactics in it; GPUs have dozens of either.
-_ANCHORS_PER_LINE, _TACTICS_SHOWN = 10, 12
 
 
 def render(data: dict[str, Any]) -> str:
@@ -28,7 +27,7 @@ def render(data: dict[str, Any]) -> str:
         _section("built with", _build_rows(manifest)),
         _section("sizes", _size_rows(data)),
         _section(
-            "passes", [(name, _counted(count, "match", "es")) for name, count in manifest["passes"].items()]
+            "passes", [(name, counted(count, "match", "es")) for name, count in manifest["passes"].items()]
         ),
         _section("parity", _parity_rows(data)),
         _section("program", _program_rows(manifest, program)),
@@ -37,6 +36,8 @@ def render(data: dict[str, Any]) -> str:
         parts.append(_title("records") + "\n" + "\n".join(program["listing"]))
     if data["segments"]:
         parts.append(segments_text(data["segments"]))
+    if regions := data["manifest"].get("regions"):
+        parts.append("\n".join(regions_text(regions)))
     parts.append(_tactics(data))
     if "onnx" in data:
         parts.append(f"wrote {data['onnx']}")
@@ -150,14 +151,14 @@ def _tactics(data: dict[str, Any]) -> str:
         lines += ["", *_signature(entry["signature"], entry["records"])]
         decode = [t for t in entry["timings"] if t.get("kind") == "decode"]
         lines += _ranges(entry["ranges"])
-        lines += _times([t for t in entry["timings"] if t not in decode])
+        lines += times_lines([t for t in entry["timings"] if t not in decode])
         if entry["decode_ranges"]:
-            lines += ["    steps that only decode", *_ranges(entry["decode_ranges"]), *_times(decode)]
+            lines += ["    steps that only decode", *_ranges(entry["decode_ranges"]), *times_lines(decode)]
     return "\n".join(lines)
 
 
 def _ranges(ranges: list[dict[str, Any]]) -> list[str]:
-    text = ", ".join(f"up to {_counted(r['max_rows'], 'row')} {r['tactic']}" for r in ranges)
+    text = ", ".join(f"up to {counted(r['max_rows'], 'row')} {r['tactic']}" for r in ranges)
     return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
@@ -167,54 +168,6 @@ def _signature(key: str, records: int) -> list[str]:
     types = types.replace(";)", ")").replace("->", " -> ").replace(";", "; ")
     lines = [f"  {types}  × {records}"]
     return [*lines, *([f"    {attrs.replace(',', ', ')}"] if attrs else [])]
-
-
-def _times(timings: list[dict[str, Any]]) -> list[str]:
-    """One row for each tactic, one column for each row count that was timed."""
-    timed = [t for t in timings if t.get("time_us") is not None]
-    # Those that were chosen somewhere, then the others, the fastest first.
-    losers = [(time, name) for t in timed for name, time in t.get("losers", {}).items()]
-    names = list(dict.fromkeys([t["tactic"] for t in timed] + [name for _, name in sorted(losers)]))
-    left, names = names[_TACTICS_SHOWN:], names[:_TACTICS_SHOWN]
-    width = max(map(len, ["rows", *names]))
-    columns = min(_ANCHORS_PER_LINE, max(1, (_WIDTH - 6 - width) // 8))
-    lines: list[str] = []
-    for start in range(0, len(timed), columns):
-        block = timed[start : start + columns]
-        lines.append(f"      {'rows':{width}}" + "".join(f" {t['rows']:>6} " for t in block))
-        lines += [f"      {name:{width}}" + "".join(_cell(name, t) for t in block) for name in names]
-    lines = [line.rstrip() for line in lines]
-    if left:
-        lines.append(f"      and {_counted(len(left), 'slower tactic')}, see --json")
-    return lines + _refusals(timings)
-
-
-def _refusals(timings: list[dict[str, Any]]) -> list[str]:
-    """Why tactics were not taken; those with one reason stand together."""
-    rows_of: dict[tuple[str, str], list[str]] = {}
-    for timing in timings:
-        for name, reason in timing.get("rejected", {}).items():
-            rows_of.setdefault((name, reason), []).append(str(timing["rows"]))
-    names_of: dict[tuple[str, str], list[str]] = {}
-    for (name, reason), rows in rows_of.items():
-        at = f" at {', '.join(rows)} rows" if len(rows) < len(timings) else ""
-        names_of.setdefault((at, reason), []).append(name)
-    lines = []
-    for (at, reason), names in names_of.items():
-        text = f"{', '.join(names)} refused{at}: {reason}"
-        lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8)
-    return lines
-
-
-def _cell(name: str, timing: dict[str, Any]) -> str:
-    if name == timing["tactic"]:
-        return f" {_microseconds(timing['time_us']):>6}*"
-    time = timing.get("losers", {}).get(name)
-    return f" {'-' if time is None else _microseconds(time):>6} "
-
-
-def _microseconds(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def _section(title: str, rows: list[tuple[str, ...]]) -> str:
@@ -228,10 +181,6 @@ def _title(text: str) -> str:
 
 def _dashed(key: str) -> str:
     return key.replace("_", "-")
-
-
-def _counted(count: int, word: str, ending: str = "s") -> str:
-    return f"{count} {word}{'' if count == 1 else ending}"
 
 
 def _plain(value: Any) -> str:

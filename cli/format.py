@@ -27,3 +27,8 @@ def table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append(indent + "  ".join([*cells, row[-1]]).rstrip())
     return "\n".join(lines)
+
+
+def counted(count: int, word: str, ending: str = "s") -> str:
+    """The word with its number: "1 row", "2 matches"."""
+    return f"{count} {word}{'' if count == 1 else ending}"

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from tapeout.cli.format import human_bytes
+from tapeout.cli.format import counted, human_bytes
+from tapeout.cli.times_text import times_lines
 
 _WIDTH = 100
 #: What TensorRT adds to a layer's name in each profile.
@@ -23,7 +24,7 @@ def segments_text(segments: list[dict[str, Any]]) -> str:
     for segment in segments:
         regions = segment["regions"]
         places = ", ".join(f"{r['first']}..{r['last'] - 1}" for r in regions)
-        count = f"{len(regions)} region{'' if len(regions) == 1 else 's'}"
+        count = counted(len(regions), "region")
         lines += ["", f"  {segment['blob']}  {human_bytes(segment['size_bytes'])}, {count}"]
         lines += _wrapped("ops", ", ".join(segment["ops"]))
         lines += _wrapped("records", places)
@@ -37,6 +38,36 @@ def segments_text(segments: list[dict[str, Any]]) -> str:
             lines += _wrapped(f"profile {number}", rows)
         lines += _layers(segment["layers"])
     return "\n".join(lines)
+
+
+def regions_text(regions: list[dict[str, Any]]) -> list[str]:
+    """Every distinct region that TensorRT competed for: what it and our kernels took, bucket by bucket.
+
+    `regions`: fields of `tapeout.runtime.engine.manifest.RegionTime`.
+    """
+    lines = [click.style("regions", bold=True) + " (µs by rows, * runs there; ours: our kernels in a row)"]
+    for digest in dict.fromkeys(region["digest"] for region in regions):
+        mine = [region for region in regions if region["digest"] == digest]
+        uses = f"  × {mine[0]['regions']}" if mine[0]["regions"] else ""
+        lines += ["", f"  {digest}{uses}", *_wrapped("ops", ", ".join(mine[0]["ops"]))]
+        for kind in dict.fromkeys(region["kind"] for region in mine):
+            title = "steps that only decode" if kind == "decode" else "steps of any kind"
+            table = times_lines([_rivals(region) for region in mine if region["kind"] == kind])
+            lines += [f"    {title}", *table]
+    return lines
+
+
+def _rivals(region: dict[str, Any]) -> dict[str, Any]:
+    """A region's bucket as `times_lines` takes it."""
+    times = {"tensorrt": region["segment_us"], "ours": region["own_us"]}
+    winner = "tensorrt" if region["winner"] == "tensorrt" else "ours"
+    return {
+        "rows": max(region["rows"], region["logit_rows"]),
+        "tactic": winner,
+        "time_us": times.pop(winner),
+        "losers": {name: time for name, time in times.items() if time is not None},
+        "rejected": {"tensorrt": region["reason"]} if region["reason"] else {},
+    }
 
 
 def _layers(layers: list[str]) -> list[str]:

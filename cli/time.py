@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from tapeout.cli.segment_text import regions_text
 from tapeout.cli.streams import writing
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ _SHOWN = 20  # lines about lost candidates
 @click.option("--json", "as_json", is_flag=True, help="Print all times as one JSON document, nothing else.")
 def command(pack: Path, output: Path, timing_cache: Path | None, device: int, as_json: bool) -> None:
     """Check and time the tactics of PACK, which `tapeout build --pack FILE` wrote, on this machine's GPU:
-    each by itself, then the best of each op in whole steps.
+    each by itself, then the best of each op in whole steps, then TensorRT's segments of whole regions
+    against the best of our kernels in a row. Segments that were timed are kept in CACHE.json.segments.
 
     Needs the runtime and cuda-bindings only. A tactic that is wrong, crashes or hangs is lost, with
     the reason in the cache; the engine is then built with `tapeout build --timing-cache CACHE.json`.
@@ -70,6 +73,8 @@ def _summary(done: TimedPack, output: Path) -> str:
     if len(lost) > _SHOWN:
         lines.append(f"and {len(lost) - _SHOWN} more, see {output}")
     lines += [step.text() for step in done.steps]
+    if done.regions:
+        lines += regions_text([asdict(region) for region in done.regions])
     lines.append(
         f"{done.gpu.text()}: {done.timed} of {done.pack.num_candidates} candidates timed, {len(done.lost)} "
         f"lost, {done.times.restarts} restarts, {done.times.seconds:.1f} s"

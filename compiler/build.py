@@ -19,13 +19,13 @@ from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
-from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, without_execution
+from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, of_segments
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, of_bytes
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
 from tapeout.compiler.tactics.cache import TimingCache
-from tapeout.compiler.tensorrt.segments import check_segments
+from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
 from tapeout.plugins.native import detect_host
@@ -92,6 +92,7 @@ def build(
         front.matches,
         chosen.choices.timed,
         chosen.packages,
+        chosen.regions,
     )
     weights = {name: graph.weights[name] for name in module.weights}
     memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
@@ -121,7 +122,7 @@ def build(
             )
         verdict = _verify(options, target, stages, lambda: compare(source, staged.path, front.find_weight))
         if chosen.segments:
-            verdict = without_execution(verdict)
+            verdict = of_segments(verdict, timed=chosen.segments.timed)
         report = _finished(
             stages,
             replace(
@@ -189,6 +190,7 @@ def _report(
         warnings=chosen.warnings,
         steps=chosen.choices.steps,
         segments=chosen.segments.reports if chosen.segments else (),
+        regions=chosen.regions,
     )
 
 

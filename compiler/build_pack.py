@@ -17,6 +17,8 @@ from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_decide import open_contests
 from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
 from tapeout.compiler.targets import cuda_target
+from tapeout.compiler.tensorrt.choice import check_segments
+from tapeout.compiler.tensorrt.competition import rivals_of
 from tapeout.plugins.errors import UsageError
 
 
@@ -27,6 +29,7 @@ class PackReport:
     Attributes:
         entries: decisions to take: an op at a bucket of rows in one kind of step.
         candidates: tactics that compete for them. kernels: distinct cubins.
+        segments: of TensorRT's, that compete for whole regions. no_segments: why there are none.
         stage_seconds: stage name to wall seconds, in order.
     """
 
@@ -36,6 +39,8 @@ class PackReport:
     entries: int
     candidates: int
     kernels: int
+    segments: int
+    no_segments: str
     file_bytes: int
     stage_seconds: dict[str, float]
 
@@ -68,6 +73,7 @@ def build_pack(
             hint="--target cuda:sm_NN or cuda:SKU (for example cuda:h200)",
         )
     check_output(path, "pack")
+    check_segments(options)
     check_apart(None, options, inputs)
     cache = TimingCache.load(options.timing_cache)
     stages = Stages(progress or SilentProgress())
@@ -77,12 +83,15 @@ def build_pack(
     target = replace(cuda_target(options.target), tokens_per_page=limits.tokens_per_page)
     with stages("pack", options.target) as stage:
         order = order_of(lowered.module)
-        open_ = open_contests(signatures, order, limits, target, options.target, options, cache)
-        file = make_pack(open_.contests, limits, target, options.target, stage.update, open_.steps)
+        rivals = rivals_of(lowered.module, lowered.dtype, limits, target.sm, options, stage.update)
+        open_ = open_contests(signatures, order, limits, target, options.target, options, cache, rivals)
+        file = make_pack(
+            open_.contests, limits, target, options.target, stage.update, open_.steps, open_.regions, rivals
+        )
         size = write_pack(file, path)
         stage.update(
             f"{file.pack.num_candidates} candidates at {len(file.pack.entries)} places, "
-            f"{len(file.pack.steps)} whole steps"
+            f"{len(file.pack.steps)} whole steps, {len(file.pack.region_cases)} regions"
         )
     return PackReport(
         path,
@@ -91,6 +100,8 @@ def build_pack(
         len(file.pack.entries),
         file.pack.num_candidates,
         len(file.cubins),
+        len(file.plans),
+        rivals.absent,
         size,
         dict(stages.seconds),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,17 +15,21 @@ from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.plan import max_rows, order_of, signatures_of
 from tapeout.compiler.progress import Stage
 from tapeout.compiler.tactics.cache import Machine, TimingCache, cpu_conditions
+from tapeout.compiler.tactics.gpu_contests import contests
 from tapeout.compiler.tactics.gpu_decide import decide
+from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
 from tapeout.compiler.targets import cuda_target
-from tapeout.compiler.tensorrt.segments import SegmentPlan, segments_for, write_region_models
+from tapeout.compiler.tensorrt.competition import Decision, decide_regions, rivals_of, with_times
+from tapeout.compiler.tensorrt.segment_plan import SegmentPlan
+from tapeout.compiler.tensorrt.segments import segments_for, write_region_models
 from tapeout.model_defs import ModelSource
 from tapeout.plugins.cpu import HostCpu, TensorType
 from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.native import NATIVE_KERNELS, compile_native, load_native, source_digest
 from tapeout.plugins.triton_aot import compile_ahead
 from tapeout.runtime.engine.launches import LaunchTable
-from tapeout.runtime.engine.manifest import Limits
+from tapeout.runtime.engine.manifest import Limits, RegionTime
 from tapeout.runtime.engine.program import TacticRange
 
 
@@ -33,6 +38,7 @@ class Chosen:
     """Tactics with the kernels they need; launches for CUDA.
 
     `row_multiple`: rows of the arena's buffers are padded to this many elements.
+    `regions`: what TensorRT competed for, bucket by bucket, and who won.
     `workspace_bytes`: GPU memory of the tactics beside the arena; in a dry run without the scratch of
     their kernels, which compiling them tells.
     """
@@ -44,6 +50,7 @@ class Chosen:
     warnings: tuple[str, ...] = ()
     workspace_bytes: int = 0
     segments: SegmentPlan | None = None
+    regions: tuple[RegionTime, ...] = ()
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -67,7 +74,7 @@ def choose_for_cuda(
 ) -> Chosen:
     """Tactics from the timing cache, timed on a GPU of this machine, or defaults; and their cubins.
 
-    Ops that run within segments alone get no kernels.
+    Ops that run within segments alone get no kernels where segments were asked for by name.
     """
     gpu = replace(cuda_target(target), tokens_per_page=limits.tokens_per_page)
     order, dtype = order_of(module), module.values()[module.logits.value].dtype
@@ -77,24 +84,39 @@ def choose_for_cuda(
     covered = segments.covered if segments else frozenset()
     signatures = signatures_of(module)
     own = {key: signature for key, signature in signatures.items() if key not in covered}
-    decided = decide(own, order, limits, gpu, target, options, cache, stage.update)
+
+    def rivals() -> Rivals:
+        # Times of segments belong to their bytes, which have a place beside a timing cache alone.
+        if segments or options.timing_cache is None:
+            return NO_RIVALS
+        return rivals_of(module, dtype, limits, gpu.sm, options, stage.update)
+
+    decided = decide(own, order, limits, gpu, target, options, cache, stage.update, rivals)
     timed, chosen = decided.timed, decided.timed.choices
+    if segments is None:
+        decision = decide_regions(module, limits, gpu.sm, decided.decisions, decided.timings, options)
+    else:
+        everybody = partial(contests, signatures, limits, gpu, providers=options.providers)
+        decision = Decision(with_times(segments, module, limits, everybody, decided.timings))
+    segments = decision.plan
     ranges = ranges_of(chosen.mixed)
     for key in covered:
         ranges[key] = (TacticRange(max_rows(signatures[key].outputs[0].shape, limits), TENSORRT),)
     ranges = {key: ranges[key] for key in signatures}
-    warnings = (*decided.warnings, *(segments.warnings if segments else ()))
-    choices = Choices(ranges, timed.timings, timed.timed and segments is None, timed.steps)
+    warnings = (*decided.warnings, *decision.warnings, *(segments.warnings if segments else ()))
+    times = decision.times or (segments.times if segments else ())
+    is_timed = timed.timed and (segments is None or segments.timed)
+    choices = Choices(ranges, timed.timings, is_timed, timed.steps)
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
-        return Chosen(choices, {}, None, ROW_MULTIPLE, warnings, workspace, segments)
+        return Chosen(choices, {}, None, ROW_MULTIPLE, warnings, workspace, segments, times)
     plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), _known_ids(source, module), limits, gpu)
     workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
     table = segments.added_to(plan.table) if segments else plan.table
     built = f", {len(table.segments)} segments" if segments else ""
     kernels = f"{len(table.kernels)} kernels{built}"
     stage.update(f"{timed.known} of {timed.candidates} candidates timed, {kernels}")
-    return Chosen(choices, plan.cubins, table, ROW_MULTIPLE, warnings, workspace, segments)
+    return Chosen(choices, plan.cubins, table, ROW_MULTIPLE, warnings, workspace, segments, times)
 
 
 def compile_ahead_for_cuda(

@@ -25,6 +25,7 @@ from tapeout.runtime.engine.manifest import (
     Limits,
     Manifest,
     ModelFacts,
+    RegionTime,
     TokenizerFacts,
 )
 from tapeout.runtime.engine.program import Program
@@ -41,10 +42,11 @@ def describe(
     matches: Mapping[str, int],
     timed: bool,
     packages: Mapping[str, str] = MappingProxyType({}),
+    regions: tuple[RegionTime, ...] = (),
 ) -> Manifest:
     """The manifest, with the comparison still to come.
 
-    `packages` are versions of what wrote the segments.
+    `packages` are versions of what wrote the segments, `regions` what these competed for.
     """
     config = source.config.get_text_config()
     architectures = getattr(source.config, "architectures", None) or [type(source.config).__name__]
@@ -78,6 +80,7 @@ def describe(
         passes=dict(matches),
         parity={"verdict": "pending"},
         timed=timed,
+        regions=regions,
     )
 
 

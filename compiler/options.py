@@ -194,9 +194,9 @@ class BuildOptions:
     tactics: str = _option(
         "auto",
         str,
-        "Whose tactics a cuda target may have: auto: all that were timed; native: our own kernels; "
-        "cublaslt: cuBLASLt for every product it was timed for; tensorrt: TensorRT for all between two "
-        "attention ops.",
+        "Whose tactics a cuda target may have: auto: all that were timed, TensorRT's segments where they "
+        "were faster; native: our own kernels; cublaslt: cuBLASLt for every product it was timed for; "
+        "tensorrt: TensorRT for all between two attention ops.",
         identity=True,
         choices=TACTICS,
     )
@@ -250,6 +250,11 @@ class BuildOptions:
     def providers(self) -> frozenset[str]:
         """Whose tactics of single ops compete on a cuda target."""
         return frozenset({NATIVE, *((CUBLASLT,) if self.tactics in {AUTO, CUBLASLT} else ())})
+
+    @property
+    def segments_compete(self) -> bool:
+        """May TensorRT segments run regions? Not those of batch invariance, nor where others were named."""
+        return self.tactics in {AUTO, TENSORRT} and not self.batch_invariant
 
     def effective(self) -> dict[str, Any]:
         """All options as plain data (paths as text), for printing and reports."""
@@ -311,8 +316,6 @@ def _cross_problems(options: BuildOptions) -> list[str]:
         problems.append(f"tactics: {tactics!r} goes against batch_invariant: {_BY_BUCKET[tactics]}")
     if tactics in _BY_BUCKET and not on_cuda:
         problems.append(f"tactics: {tactics!r} is for cuda targets, got target {options.target!r}")
-    if tactics == TENSORRT and options.pack is not None:
-        problems.append(f"tactics: {tactics!r} has nothing to time in a pack: its segments are not timed yet")
     batch, tokens = options.max_batch_size, options.max_num_tokens
     if batch is not None and tokens is not None and tokens < batch:
         problems.append(

@@ -60,13 +60,15 @@ class _Forward(Protocol):
 
 SKIPPED = Parity({"verdict": "skipped", "reason": "--no-verify"}, {})
 NO_GPU = Parity({"verdict": "skipped", "reason": "the build does not run cuda engines yet"}, {})
-#: What an engine says of its TensorRT segments, whatever else was compared.
+#: What an engine says of its TensorRT segments, whatever else was compared: they were not asked for more than
+#: being built, or `tapeout time` ran each of them.
 NOT_EXECUTED = "built; never executed, neither compared nor timed"
+TIMED = "each compared with our kernels and timed by tapeout time; never executed in the engine"
 
 
-def without_execution(verdict: Parity) -> Parity:
+def of_segments(verdict: Parity, *, timed: bool) -> Parity:
     """The verdict on an engine with TensorRT segments."""
-    return Parity({**verdict.manifest, "segments": NOT_EXECUTED}, verdict.figures)
+    return Parity({**verdict.manifest, "segments": TIMED if timed else NOT_EXECUTED}, verdict.figures)
 
 
 def compare(source: ModelSource, engine_path: Path, weight: FindWeight) -> Parity:

@@ -67,7 +67,6 @@ def plan_program(
     `[first, last)` that may run as one (a TensorRT segment): what they read and what they write for
     others lives through all of the run, since nothing is known of the order inside.
     """
-    values = module.values()
     alignment = SEGMENT_ALIGNMENT if spans else ALIGNMENT
     offsets, arena_bytes = plan_arena(_requests(module, limits, row_multiple, spans), alignment)
     buffers = tuple(
@@ -76,25 +75,30 @@ def plan_program(
         for v in n.outputs
     )
 
-    def view(operand: Operand) -> View:
-        value = values[operand.value]
-        strides = operand.strides
-        if len(value.shape) > 1 and strides[0] == row_elements(value, 1):
-            strides = (row_elements(value, row_multiple), *strides[1:])
-        return View(operand.value, value.dtype, operand.shape, strides, operand.offset)
+    records = tuple(record_of(node, module, row_multiple) for node in module.nodes)
+    logits = _view(module.logits, module.values(), row_multiple)
+    return Program(arena_bytes, buffers, records, logits, signatures_of(module), dict(tactics))
 
-    records = tuple(
-        Record(
-            node.op,
-            tuple(view(o) for o in node.inputs),
-            tuple(node.weights),
-            tuple(view(whole(v)) for v in node.outputs),
-            dict(node.attrs),
-            signature_of(node, module).key(),
-        )
-        for node in module.nodes
+
+def record_of(node: Node, module: Module, row_multiple: int) -> Record:
+    """A node as a launch record; its views go by the values' names."""
+    values = module.values()
+    return Record(
+        node.op,
+        tuple(_view(o, values, row_multiple) for o in node.inputs),
+        tuple(node.weights),
+        tuple(_view(whole(v), values, row_multiple) for v in node.outputs),
+        dict(node.attrs),
+        signature_of(node, module).key(),
     )
-    return Program(arena_bytes, buffers, records, view(module.logits), signatures_of(module), dict(tactics))
+
+
+def _view(operand: Operand, values: Mapping[str, Value], row_multiple: int) -> View:
+    value = values[operand.value]
+    strides = operand.strides
+    if len(value.shape) > 1 and strides[0] == row_elements(value, 1):
+        strides = (row_elements(value, row_multiple), *strides[1:])
+    return View(operand.value, value.dtype, operand.shape, strides, operand.offset)
 
 
 def _requests(

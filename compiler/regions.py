@@ -48,11 +48,14 @@ class Body:
         """All values by name."""
         return self._values
 
+    @cached_property
+    def module(self) -> Module:
+        """The body by itself; its logits are the first output."""
+        return Module(self.inputs, self.weights, self.nodes, whole(self._values[self.outputs[0]]))
+
     def text(self) -> str:
         """The stable text form: the IR's, with a line for each output."""
-        values = self.values()
-        module = Module(self.inputs, self.weights, self.nodes, whole(values[self.outputs[0]]))
-        lines = module.text().splitlines()[:-1]
+        lines = self.module.text().splitlines()[:-1]
         return "\n".join([*lines, *(f"output {name}" for name in self.outputs)]) + "\n"
 
     @cached_property

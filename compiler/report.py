@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tapeout.compiler.files import write_text
 
 if TYPE_CHECKING:  # `tapeout --help` imports this module and must not load the runtime
-    from tapeout.runtime.engine.manifest import Limits
+    from tapeout.runtime.engine.manifest import Limits, RegionTime
 
 REPORT_VERSION = 1
 #: How a tactic was chosen; see `TacticTiming.chosen`.
@@ -161,6 +161,7 @@ class BuildReport:
         options: `BuildOptions.effective()`.
         warnings: what the user should know, one line each.
         segments: of TensorRT's, what each took to build.
+        regions: what they competed for: who runs each at each bucket, and what was measured.
     """
 
     engine: Path
@@ -182,6 +183,7 @@ class BuildReport:
     warnings: tuple[str, ...] = ()
     steps: tuple[StepTiming, ...] = ()
     segments: tuple[SegmentReport, ...] = ()
+    regions: tuple[RegionTime, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: what `--json` prints and the report file holds."""

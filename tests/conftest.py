@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,30 @@ def benchmark_program(repo: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     """Loads a program of benchmarks/ by its name; what stands beside it is importable, as when it is run."""
     monkeypatch.syspath_prepend(str(repo / "benchmarks"))
     return importlib.import_module
+
+
+def _load(file: str) -> ModuleType:
+    """A module of this folder. Tests are imported by path, so none finds it by its name."""
+    name = f"tapeout_test_{file}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{file}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def models() -> ModuleType:
+    """tests/models.py, the maker of tiny checkpoints."""
+    return _load("models")
+
+
+@pytest.fixture(scope="session")
+def gguf_writer() -> ModuleType:
+    """tests/gguf_writer.py."""
+    return _load("gguf_writer")
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from tapeout.compiler.targets import cuda_target
 from tapeout.model_defs.hub import FILES
 from tapeout.model_defs.resolve import locate_model
 from tapeout.model_defs.tokenizer_files import TOKENIZER_FILES
+from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.errors import UsageError
 from tapeout.plugins.native import detect_host, source_digest
 from tapeout.plugins.triton_aot.digest import ptxas_version, triton_version
@@ -43,7 +44,7 @@ _PACKAGES = ("tapeout", "torch", "transformers", "tokenizers", "safetensors", "n
 _INDEX = "model.safetensors.index.json"
 #: Packages that make parts of an engine where `--tactics` names their provider; any of them may be there.
 _PROVIDERS = {
-    "tensorrt": ("tensorrt", "tensorrt_rtx", "tensorrt-rtx", "onnx", "onnx-graphsurgeon", "polygraphy"),
+    TENSORRT: ("tensorrt", "tensorrt_rtx", "tensorrt-rtx", "onnx", "onnx-graphsurgeon", "polygraphy"),
 }
 #: Environment variables that change what Triton compiles; those with paths do it through a version.
 _COMPILER_VARIABLES = ("DISABLE_LLVM_OPT", "DISABLE_PTXAS_OPT", "TRITON_")
@@ -75,6 +76,11 @@ def factors_of(spec: EngineSpec, digests: FileDigests) -> dict[str, str]:
     }
 
 
+def pack_factors(options: BuildOptions) -> dict[str, str]:
+    """What a pack depends on beside its engine: versions of what makes segments that compete."""
+    return _versions(_PROVIDERS[TENSORRT]) if options.segments_compete else {}
+
+
 def timings_factor(options: BuildOptions, program: Program, limits: Limits) -> str:
     """The timings in the engine's timing cache that its tactics are chosen by: a digest, or `none`.
 
@@ -83,7 +89,7 @@ def timings_factor(options: BuildOptions, program: Program, limits: Limits) -> s
     """
     cache = TimingCache.load(options.timing_cache)
     if target_kind(options) == "cuda":
-        relevant = _gpu_entries(cache, options.target, program, limits)
+        relevant = _gpu_entries(cache, options, program, limits)
     else:
         relevant = _cpu_entries(cache, program, limits)
     chosen = {key: cache.entries[key] for key in relevant}
@@ -97,7 +103,10 @@ def changed_factors(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
-def _gpu_entries(cache: TimingCache, target: str, program: Program, limits: Limits) -> Iterable[str]:
+def _gpu_entries(
+    cache: TimingCache, options: BuildOptions, program: Program, limits: Limits
+) -> Iterable[str]:
+    target = options.target
     sm = cuda_target(target).sm
     try:
         timings = timings_for(cache, target, sm)
@@ -111,7 +120,9 @@ def _gpu_entries(cache: TimingCache, target: str, program: Program, limits: Limi
         if entry.get("gpu") not in gpus:
             continue
         of_op = shaped.get(entry.get("signature", "")) == entry.get("conditions")
-        if of_op or entry.get("order") == order:
+        # Of any region: which the model has, only its graph tells.
+        of_region = "region" in entry and options.segments_compete
+        if of_op or of_region or entry.get("order") == order:
             yield key
 
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from tapeout.compiler.choose import compile_ahead_for_cuda
 from tapeout.compiler.front_end import FrontEnd, Stages
 from tapeout.compiler.limits import target_kind
+from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.matrix.job import ENGINE, Task
 from tapeout.compiler.progress import SilentProgress
-from tapeout.compiler.tactics.gpu_decide import local_gpu
 from tapeout.compiler.targets import cuda_target
 from tapeout.plugins.cuda import TENSORRT
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tapeout.compiler.limits import target_kind
-from tapeout.compiler.matrix.content_key import factors_of, key_of
+from tapeout.compiler.matrix.content_key import factors_of, key_of, pack_factors
 from tapeout.compiler.matrix.engine_set import EngineSet
 from tapeout.compiler.matrix.file_digests import FileDigests
 from tapeout.compiler.matrix.job import ENGINE, PACK, Job, Task
 from tapeout.compiler.matrix.processes import Estimated
 from tapeout.compiler.matrix.schema import EngineSpec
 from tapeout.compiler.report import report_path
+from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.model_defs.resolve import locate_model
-from tapeout.plugins.cuda import TENSORRT
-from tapeout.plugins.errors import TapeoutError, UsageError
+from tapeout.plugins.errors import TapeoutError, UnsupportedError, UsageError
 
 PACK_SUFFIX = ".pack"
 _BASE_BYTES = 1 << 30  # a process that has imported torch and traced a model
@@ -86,10 +86,16 @@ def plan_pack(spec: EngineSpec, folder: Path, digests: FileDigests) -> Planned:
     output = folder / spec.model / f"{spec.name}{PACK_SUFFIX}"
     if target_kind(spec.options) != "cuda":
         return Planned(spec, output, None, "a CPU is timed where the engine is finished")
-    if spec.options.tactics == TENSORRT:
-        return Planned(spec, output, None, "TensorRT's segments are not timed")
     try:
-        factors = {**factors_of(spec, digests), "timings.file": _file_digest(spec, digests)}
+        check_segments(spec.options)
+    except UnsupportedError as error:  # a machine with the GPU builds them
+        return Planned(spec, output, None, error.message)
+    try:
+        factors = {
+            **factors_of(spec, digests),
+            **pack_factors(spec.options),
+            "timings.file": _file_digest(spec, digests),
+        }
     except TapeoutError as error:
         return Planned(spec, output, "", error=error)
     noted = _noted(output)

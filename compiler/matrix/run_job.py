@@ -15,10 +15,10 @@ from tapeout.compiler.build import build
 from tapeout.compiler.build_pack import build_pack
 from tapeout.compiler.front_end import FrontEnd
 from tapeout.compiler.limits import target_kind
+from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.matrix.job import PACK, Event, Job, Task
 from tapeout.compiler.matrix.kernels_ahead import KernelsAhead
 from tapeout.compiler.matrix.machine import Machine
-from tapeout.compiler.tactics.gpu_decide import local_gpu
 from tapeout.compiler.targets import cuda_target
 from tapeout.plugins.errors import TRACEBACK_VARIABLE, CapacityError, TapeoutError, as_known
 from tapeout.plugins.native import compile_native, detect_host

@@ -145,6 +145,8 @@ def _checked(entries: Any) -> dict[str, dict[str, Any]]:
             raise ValueError(f"entry {key} does not hold timings or reasons by rows and tactic")
         if "order" in entry and not all(map(_is_step, (s for o in outcomes for s in o.values()))):
             raise ValueError(f"entry {key} does not hold times of steps with their winners")
+        if "region" in entry and not all(map(_is_region, (s for o in outcomes for s in o.values()))):
+            raise ValueError(f"entry {key} does not hold times of regions with their segments")
         if "gpu" in entry and not _is_gpu(entry["gpu"]):
             raise ValueError(f"entry {key} does not say which GPU it is of")
     return entries
@@ -170,6 +172,16 @@ def _is_step(outcome: dict[str, Any]) -> bool:
     if not isinstance(winners, dict) or not all(isinstance(w, str) for w in winners.values()):
         return False
     return outcome.get("alone_us") is not None and _is_outcome({"time_us": outcome["alone_us"]})
+
+
+def _is_region(outcome: dict[str, Any]) -> bool:
+    """An outcome: has it what `gpu_cache.GpuTimings.put_region` gives it?"""
+    texts = ("own", "segment", "package", "version", "builder_gpu")
+    if outcome.keys() != {*texts, "time_us", "own_us", "reason", "unavailable"}:
+        return False
+    if not all(isinstance(outcome[name], str) for name in texts) or type(outcome["unavailable"]) is not bool:
+        return False
+    return outcome["time_us"] is None or _is_outcome({"time_us": outcome["own_us"]})
 
 
 def _is_algorithm(algorithm: Any) -> bool:

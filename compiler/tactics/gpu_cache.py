@@ -5,6 +5,9 @@ outcomes by the digest of a tactic's kernels and launches. A changed kernel has 
 what was measured of the old one simply does not answer. A tactic whose product a library computes
 stands there with the algorithm that was fastest and the version of the library.
 
+Of regions an entry stands for the region's digest in the place of a signature; in it, by rows, what a segment
+and our kernels took, by the digest of both.
+
 Of whole steps an entry stands for the order of the ops in place of a signature; in it, by rows, times
 and winners by the digest of the candidates that were compared. A cache that has none is as good as it was.
 """
@@ -54,6 +57,41 @@ class StepOutcome:
     alone_us: float | None = None
     winners: Mapping[str, str] = field(default_factory=dict)
     reason: str | None = None
+
+
+#: Digits of a region's digest that reports show.
+DIGEST_LENGTH = 16
+
+
+def wins(segment_us: float | None, own_us: float | None) -> bool:
+    """Was a segment measured faster than our kernels?"""
+    return segment_us is not None and own_us is not None and segment_us < own_us
+
+
+@dataclass(frozen=True)
+class RegionOutcome:
+    """Microseconds of a region at a bucket by its segment and by our fastest kernels, or why the segment may
+    not be used.
+
+    Attributes:
+        own: digest of our kernels (`plan_digest`). segment: SHA-256 of its bytes.
+        package, version: what built it. builder_gpu: on which full TensorRT timed its tactics; "" for RTX.
+        unavailable: the package was missing, or another one, where it was timed.
+    """
+
+    own: str
+    segment: str
+    package: str
+    version: str
+    builder_gpu: str
+    time_us: float | None
+    own_us: float | None = None
+    reason: str | None = None
+    unavailable: bool = False
+
+    @property
+    def builder(self) -> tuple[str, str, str]:
+        return self.package, self.version, self.builder_gpu
 
 
 class GpuTimings:
@@ -122,6 +160,36 @@ class GpuTimings:
             told = {"time_us": outcome.time_us, "alone_us": outcome.alone_us, "winners": winners}
         entry["rows"].setdefault(str(rows), {})[plans] = told
         self._cache.changed = True
+
+    def get_regions(
+        self, region: str, kind: str, conditions: str, rows: int, own: str = ""
+    ) -> tuple[RegionOutcome, ...]:
+        """What is known of a region's segments, in an order that does not change.
+
+        `region`: its digest. `own`: digest of our kernels that they were timed against; "" for any.
+        """
+        entry = self._cache.entries.get(self._key(["region", region], kind, conditions), {})
+        found = entry.get("rows", {}).get(str(rows), {})
+        outcomes = (RegionOutcome(**found[key]) for key in sorted(found))
+        return tuple(o for o in outcomes if own in {"", o.own})
+
+    def put_region(self, region: str, kind: str, conditions: str, rows: int, outcome: RegionOutcome) -> None:
+        """Record a region; the cache's `save` writes it. That a package is missing hides no time."""
+        fresh = {"region": region, "kind": kind, "conditions": conditions, "gpu": asdict(self.gpu)}
+        key = self._key(["region", region], kind, conditions)
+        entry = self._cache.entries.setdefault(key, {**fresh, "rows": {}})
+        both = json.dumps([outcome.own, outcome.segment, outcome.package, outcome.version])
+        place = hashlib.sha256(both.encode()).hexdigest()[:32]
+        known = entry["rows"].setdefault(str(rows), {})
+        if outcome.unavailable and place in known and not known[place]["unavailable"]:
+            return
+        known[place] = asdict(outcome)
+        self._cache.changed = True
+
+    def knows_regions(self) -> bool:
+        """Has a region been timed on this GPU, whichever?"""
+        gpu = asdict(self.gpu)
+        return any("region" in entry and entry["gpu"] == gpu for entry in self._cache.entries.values())
 
     def _key(self, what: str | list[str], kind: str, conditions: str) -> str:
         text = json.dumps([what, kind, conditions, asdict(self.gpu)], sort_keys=True)

@@ -150,11 +150,22 @@ def timing_step(signature: OpSignature, kind: str, rows: int, limits: Limits) ->
     return _step(sequences, limits)
 
 
-def _plain(signature: OpSignature, real: int) -> StepCase:
+def region_steps(rows: int, logit_rows: int) -> tuple[StepCase, StepCase]:
+    """The steps that a region is checked and timed in: nearly full, and full."""
+    real = max(1, rows - _PADDING)
+    few = logit_rows if logit_rows < rows else real  # as many as there are rows in steps that only decode
+    return plain_step(real, min(real, few)), plain_step(rows, logit_rows)
+
+
+def plain_step(rows: int, logit_rows: int) -> StepCase:
     """For ops that know nothing of sequences: one that is past its beginning, so that positions are large."""
-    rows = 3 * real if signature.outputs[0].shape[0] == "R" else real
-    logit_rows = real if signature.outputs[0].shape[0] == "R" else 1
     return StepCase(rows, logit_rows, 1, ((rows, rows + 777),))
+
+
+def _plain(signature: OpSignature, real: int) -> StepCase:
+    if signature.outputs[0].shape[0] == "R":
+        return plain_step(3 * real, real)
+    return plain_step(real, 1)
 
 
 def _step(sequences: list[tuple[int, int]], limits: Limits) -> StepCase:

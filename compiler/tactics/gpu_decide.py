@@ -8,29 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tapeout.compiler.cuda_plan import choose_cuda, unfit_kernels
+from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.options import AUTO, BuildOptions
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in, timings_for
 from tapeout.compiler.tactics.gpu_contests import Contest, contests
 from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
+from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.gpu_select import TimedChoices, Unanswered, choose_timed, unanswered
 from tapeout.compiler.tactics.gpu_steps import StepContest, step_contests
 from tapeout.compiler.tactics.gpu_timing import record
-from tapeout.compiler.targets import SKUS
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import NATIVE, TENSORRT, CudaTarget
 from tapeout.plugins.errors import EngineIncompatibleError, UsageError
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.engine.target import GpuFacts, is_model
 from tapeout.runtime.tactic_timer.session import time_pack
 
 
 @dataclass(frozen=True)
 class Decided:
-    """The choice, and what the user should know about it."""
+    """The choice, and what the user should know about it.
+
+    Attributes:
+        decisions: who competed for each op. timings: what is known of them, None for nothing.
+    """
 
     timed: TimedChoices
     warnings: tuple[str, ...]
+    decisions: tuple[Contest, ...]
+    timings: GpuTimings | None
 
 
 def decide(
@@ -42,6 +48,7 @@ def decide(
     options: BuildOptions,
     cache: TimingCache,
     progress: Callable[[str], None] = lambda text: None,
+    rivals: Callable[[], Rivals] = Rivals,
 ) -> Decided:
     """Tactics for every signature, row count and kind of step.
 
@@ -50,6 +57,7 @@ def decide(
 
     Args:
         order: keys of the program's ops, as a step runs them.
+        rivals: makes the segments that compete with our kernels; called where something can be timed.
 
     Raises:
         UnsupportedError: ops that no tactic can run on the target.
@@ -68,11 +76,14 @@ def decide(
             raise
         timings = GpuTimings(cache, Gpu.of(here))
     warnings: list[str] = []
-    open_ = unanswered(decisions, timings, _wanted(options), steps)
-    if open_.contests and here is not None:
-        timings = GpuTimings(cache, Gpu.of(here))
-        open_ = unanswered(decisions, timings, _wanted(options), steps)
-        warnings += _time_here(open_, limits, target, target_name, cache, progress)
+    if here is not None:
+        segments = rivals()
+        regions = segments.contests(decisions, limits)
+        open_ = unanswered(decisions, timings, _wanted(options), steps, regions, segments.digests)
+        if open_.contests:
+            timings = GpuTimings(cache, Gpu.of(here))
+            open_ = unanswered(decisions, timings, _wanted(options), steps, regions, segments.digests)
+            warnings += _time_here(open_, limits, target, target_name, cache, segments, progress)
     unfit: dict[str, str] = {}
     while True:
         timed = choose_timed(
@@ -95,7 +106,8 @@ def decide(
         steps = _steps(signatures, order, decisions, limits, options)
     if (wanted := _wanted(options)) and not options.dry_run:
         _check_wanted(wanted, timed, target_name, options)
-    return Decided(timed, (*warnings, *_warnings(timed, timings, target_name, target.sm, options, cache)))
+    warnings += _warnings(timed, timings, target_name, target.sm, options, cache)
+    return Decided(timed, tuple(warnings), decisions, timings)
 
 
 def open_contests(
@@ -106,16 +118,19 @@ def open_contests(
     target_name: str,
     options: BuildOptions,
     cache: TimingCache,
+    rivals: Rivals = NO_RIVALS,
 ) -> Unanswered:
     """What a pack must hold: all decisions but those that the cache answers already, and all of a bucket
-    whose whole step it does not answer.
+    whose whole step, or the region of a segment that competes, it does not answer.
 
     Raises UnsupportedError and UsageError as `decide` does.
     """
     choose_cuda(signatures, limits, target, batch_invariant=False)  # refuses what no tactic can run
     decisions = contests(signatures, limits, target, providers=options.providers)
     steps = () if _wanted(options) else step_contests(signatures, order, decisions, limits)
-    return unanswered(decisions, timings_for(cache, target_name, target.sm), _wanted(options), steps)
+    timings = timings_for(cache, target_name, target.sm)
+    regions = rivals.contests(decisions, limits)
+    return unanswered(decisions, timings, _wanted(options), steps, regions, rivals.digests)
 
 
 def _steps(
@@ -148,31 +163,21 @@ def _check_wanted(wanted: str, timed: TimedChoices, target: str, options: BuildO
     )
 
 
-def local_gpu(target: str, sm: int) -> GpuFacts | None:
-    """The first GPU of this machine, if it is one that the target means; nothing is allocated on it."""
-    try:
-        from tapeout.runtime.executors.cuda.driver import open_device
-
-        facts = open_device().facts
-    except (ImportError, EngineIncompatibleError):
-        return None
-    sku = target.removeprefix("cuda:")
-    meant = facts.sm == sm and (sku not in SKUS or is_model(facts.name, sku))
-    return facts if meant else None
-
-
 def _time_here(
     open_: Unanswered,
     limits: Limits,
     target: CudaTarget,
     target_name: str,
     cache: TimingCache,
+    rivals: Rivals,
     progress: Callable[[str], None],
 ) -> list[str]:
     """Pack, time and record; returns warnings."""
     if not open_.contests:
         return []
-    file = make_pack(open_.contests, limits, target, target_name, progress, open_.steps)
+    file = make_pack(
+        open_.contests, limits, target, target_name, progress, open_.steps, open_.regions, rivals
+    )
     with tempfile.TemporaryDirectory(prefix="tapeout-") as folder:
         path = Path(folder) / "tactics.pack"
         write_pack(file, path)

@@ -20,6 +20,9 @@ from tapeout.compiler.tactics.gpu_cases import (
 )
 from tapeout.compiler.tactics.gpu_contests import Contender, Contest, reference_contender
 from tapeout.compiler.tactics.gpu_expected import expected
+from tapeout.compiler.tactics.gpu_region_pack import with_regions
+from tapeout.compiler.tactics.gpu_regions import RegionContest
+from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.gpu_steps import StepContest, place_of
 from tapeout.plugins.cuda import CudaTarget, KernelSpec, kernels_of
 from tapeout.plugins.errors import TapeoutError
@@ -41,11 +44,14 @@ def make_pack(
     target_name: str,
     progress: Callable[[str], None] = lambda text: None,
     steps: Sequence[StepContest] = (),
+    regions: Sequence[RegionContest] = (),
+    rivals: Rivals = NO_RIVALS,
 ) -> PackFile:
     """Compile all contenders and compute what their results are compared with.
 
     Args:
         steps: whole steps to time; all their contests are among the decisions.
+        regions: to time against the segments of `rivals`; all their contests are among the decisions.
         target_name: the build's target, for example `cuda:h200`.
 
     Raises:
@@ -79,7 +85,11 @@ def make_pack(
         entries=tuple(entries),
         steps=_whole_steps(steps, decisions),
     )
-    return PackFile(pack, table.cubins, numbers.array())
+    if not regions:
+        return PackFile(pack, table.cubins, numbers.array())
+    places = {place_of(contest): number for number, contest in enumerate(decisions)}
+    pack, plans = with_regions(pack, regions, rivals, places, numbers.place)
+    return PackFile(pack, table.cubins, numbers.array(), plans)
 
 
 def write_pack(file: PackFile, path: Path) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 
 from tapeout.compiler.cuda_plan import Chosen, CudaChoices, merge_ranges
 from tapeout.compiler.report import ALONE, DEFAULT, IN_A_STEP, StepTiming, TacticTiming
 from tapeout.compiler.tactics.gpu_cache import GpuTimings, StepOutcome, changed_ops, plan_digest
 from tapeout.compiler.tactics.gpu_contests import Contender, Contest
-from tapeout.compiler.tactics.gpu_steps import StepContest, place_of
+from tapeout.compiler.tactics.gpu_regions import RegionContest, open_regions
+from tapeout.compiler.tactics.gpu_steps import Place, StepContest, place_of
 from tapeout.compiler.tactics.outcome import Outcome
 from tapeout.plugins.cuda import NATIVE
 from tapeout.plugins.errors import TapeoutError
@@ -147,10 +149,11 @@ def choose_timed(
 
 @dataclass(frozen=True)
 class Unanswered:
-    """What is to be timed: contests, and whole steps all of whose contests are among them."""
+    """What is to be timed: contests, and whole steps and regions all of whose contests are among them."""
 
     contests: tuple[Contest, ...]
     steps: tuple[StepContest, ...]
+    regions: tuple[RegionContest, ...] = ()
 
 
 def unanswered(
@@ -158,11 +161,16 @@ def unanswered(
     timings: GpuTimings | None,
     wanted: str = "",
     steps: Sequence[StepContest] = (),
+    regions: Sequence[RegionContest] = (),
+    segments: Mapping[str, str] = MappingProxyType({}),
 ) -> Unanswered:
     """Contests with a contender of which nothing is known, of our own kernels or the `wanted` provider; whole
-    steps of which nothing is known or that hold such a contest, and so may get other finalists."""
+    steps of which nothing is known or that hold such a contest, and so may get other finalists; regions of
+    whose segment (SHA-256 in `segments`, by digest) nothing is known."""
     judged = _judge_all(decisions, timings)
-    asked = {place_of(j.contest) for j in judged if len(j.outcomes) < len(_counted(j, wanted))}
+    open_ = open_regions(regions, {place_of(j.contest): j.timed_keys() for j in judged}, timings, segments)
+    asked = {place_of(contest) for region in open_ for contest in region.contests}
+    asked |= {place_of(j.contest) for j in judged if len(j.outcomes) < len(_counted(j, wanted))}
     times = {place_of(j.contest): j.times() for j in judged}
     left = []
     for step, outcome in _answers(steps, judged, timings):
@@ -171,7 +179,17 @@ def unanswered(
         if places & asked or (outcome is None and all(times[place] for place in places)):
             left.append(step)
     asked |= {place_of(contest) for step in left for contest in step.contests}
-    return Unanswered(tuple(c for c in decisions if place_of(c) in asked), tuple(left))
+    # What is timed anew may have another winner, and a region stands for the winners of its ops.
+    again = [
+        r for r in regions if any(place_of(c) in asked for c in r.contests) and r.body.digest in segments
+    ]
+    asked |= {place_of(contest) for region in again for contest in region.contests}
+    return Unanswered(tuple(c for c in decisions if place_of(c) in asked), tuple(left), tuple(again))
+
+
+def times_alone(decisions: Sequence[Contest], timings: GpuTimings | None) -> dict[Place, Mapping[str, float]]:
+    """What is known of every contest's contenders by themselves."""
+    return {place_of(j.contest): j.timed_keys() for j in _judge_all(decisions, timings)}
 
 
 def _answers(

@@ -25,7 +25,7 @@ _LAYERS_OF_A_KIND = 3
 #: Above it launches take long beside what they do to each other, and a replay takes long.
 _MOST_ROWS = 2048
 #: Logit rows of a mixed step that is timed: few sequences end their prompt in it.
-_LOGIT_ROWS = 4
+LOGIT_ROWS = 4
 
 #: Where a contest is: key of the signature, kind, rows.
 Place = tuple[str, str, int]
@@ -78,7 +78,7 @@ def step_contests(
     few = _few_layers(order, {key for key, s in signatures.items() if OPS[s.op].reads_cache})
     places = {place_of(contest): contest for contest in decisions}
     steps = [_step(few, DECODE, rows, rows, places) for rows in decode_buckets(limits)]
-    logit_rows = min(_LOGIT_ROWS, limits.max_batch_size)
+    logit_rows = min(LOGIT_ROWS, limits.max_batch_size)
     for rows in buckets(limits.max_num_tokens):
         if rows <= _MOST_ROWS:
             steps.append(_step(few, MIXED, rows, min(rows, logit_rows), places))
@@ -111,7 +111,7 @@ def _step(
     order: Sequence[str], kind: str, rows: int, logit_rows: int, places: Mapping[Place, Contest]
 ) -> StepContest | None:
     """None where an op has no tactics."""
-    found = {key: _contest(key, kind, rows, logit_rows, places) for key in dict.fromkeys(order)}
+    found = {key: contest_at(key, kind, rows, logit_rows, places) for key in dict.fromkeys(order)}
     contests = [contest for key in order if (contest := found[key]) is not None]
     if len(contests) < len(order):
         return None
@@ -121,7 +121,7 @@ def _step(
     return StepContest(kind, rows, conditions, tuple(contests), frozenset(fixed))
 
 
-def _contest(
+def contest_at(
     key: str, kind: str, rows: int, logit_rows: int, places: Mapping[Place, Contest]
 ) -> Contest | None:
     """The contest that decides on an op in a step: of its kind, or for steps of any; at its bucket."""

@@ -5,7 +5,7 @@ Nothing here needs torch or Triton: it runs where only the runtime is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,27 @@ from tapeout.compiler.files import check_output
 from tapeout.compiler.report import StepTiming
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import (
+    DIGEST_LENGTH,
     Gpu,
     GpuTimings,
+    RegionOutcome,
     StepOutcome,
     changed_ops,
     gpus_meant,
     plan_digest,
+    wins,
 )
 from tapeout.compiler.tactics.outcome import Outcome
+from tapeout.compiler.tensorrt.builder import Built
+from tapeout.compiler.tensorrt.segment_cache import SegmentCache, kept_folder, take_over
+from tapeout.plugins.cuda import NATIVE, TENSORRT
 from tapeout.plugins.errors import UsageError
+from tapeout.runtime.engine.manifest import RegionTime
 from tapeout.runtime.tactic_timer.pack import Entry, Pack
-from tapeout.runtime.tactic_timer.pack_file import read_pack
+from tapeout.runtime.tactic_timer.pack_file import PackFile, read_pack
 from tapeout.runtime.tactic_timer.plan_search import timed_key
-from tapeout.runtime.tactic_timer.session import PackTimes, time_pack
+from tapeout.runtime.tactic_timer.results import PackTimes
+from tapeout.runtime.tactic_timer.session import time_pack
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class TimedPack:
         unavailable: those of the lost that were not tried, for want of a library; no cache keeps them.
         skipped: entries and whole steps nothing is known of, with the reason.
         steps: whole steps that were timed, or that cannot run.
+        regions: those that were timed, or whose segment may not be used.
     """
 
     gpu: Gpu
@@ -49,6 +58,7 @@ class TimedPack:
     unavailable: tuple[tuple[str, str, str], ...]
     skipped: Mapping[str, str]
     steps: tuple[StepTiming, ...]
+    regions: tuple[RegionTime, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the winner and all times of every entry."""
@@ -63,6 +73,7 @@ class TimedPack:
             "restarts": self.times.restarts,
             "seconds": round(self.times.seconds, 3),
             "steps": [asdict(step) for step in self.steps],
+            "regions": [asdict(region) for region in self.regions],
             "entries": [self._entry(i, entry) for i, entry in enumerate(self.pack.entries)],
         }
 
@@ -108,17 +119,21 @@ def time_into_cache(
             )
         check_output(cache_path, "timing cache")
     cache = TimingCache.load(cache_path)
-    pack = read_pack(pack_path).pack
+    file = read_pack(pack_path)
     earlier = TimingCache.load(earlier_path)
     cache.add_missing(earlier)
     times = time_pack(
         pack_path,
-        pack,
+        file.pack,
         device=device,
         progress=progress,
-        check_gpu=lambda facts: _check_same(Gpu.of(facts), earlier, pack),
+        check_gpu=lambda facts: _check_same(Gpu.of(facts), earlier, file.pack),
     )
-    done = record(pack, times, cache)
+    done = record(file.pack, times, cache)
+    if cache_path is not None:  # first: a cache never speaks of a segment that is lost
+        _keep_segments(file, times, cache_path)
+        if earlier_path is not None:
+            take_over(earlier_path, cache_path)
     cache.save()
     return done
 
@@ -162,20 +177,17 @@ def record(pack: Pack, times: PackTimes, cache: TimingCache) -> TimedPack:
             timed += 1
     skipped = {pack.entries[index].title(): why for index, why in times.skipped.items()}
     skipped |= {pack.steps[index].title(): why for index, why in times.skipped_steps.items()}
+    skipped |= {pack.region_title(index): why for index, why in times.skipped_regions.items()}
     steps = tuple(_record_step(pack, index, times, timings) for index in sorted(times.steps))
-    return TimedPack(gpu, pack, times, timed, tuple(lost), tuple(unavailable), skipped, steps)
+    regions = tuple(_record_region(pack, index, times, timings) for index in sorted(times.regions))
+    return TimedPack(gpu, pack, times, timed, tuple(lost), tuple(unavailable), skipped, steps, regions)
 
 
 def _record_step(pack: Pack, index: int, times: PackTimes, timings: GpuTimings) -> StepTiming:
     """Put a whole step into the cache, under the candidates that it was found among."""
     step, result = pack.steps[index], times.steps[index]
     entries = {pack.entries[number].signature: number for number in step.ops}
-    keys: dict[str, dict[str, float]] = {signature: {} for signature in entries}
-    for signature, number in entries.items():
-        for place, candidate in enumerate(pack.entries[number].candidates):
-            known = times.results.get((number, place))
-            if known is not None and known.time_us is not None:
-                keys[signature][timed_key(candidate.kernel_hash, known.algorithm)] = known.time_us
+    keys = _times_alone(pack, step.ops, times)
     winners = {
         s: pack.entries[n].candidates[c].kernel_hash
         for s, n in entries.items()
@@ -194,6 +206,70 @@ def _record_step(pack: Pack, index: int, times: PackTimes, timings: GpuTimings) 
         return StepTiming(step.kind, step.rows, None, reason=result.reason)
     changed = changed_ops(order, keys, winners)
     return StepTiming(step.kind, step.rows, result.time_us, result.alone_us, changed, len(order))
+
+
+def _record_region(pack: Pack, index: int, times: PackTimes, timings: GpuTimings) -> RegionTime:
+    """Put a region into the cache, under its segment and the kernels of ours that it was timed against."""
+    case, result = pack.region_cases[index], times.regions[index]
+    body = pack.regions[case.region]
+    packed = pack.segments[body.segment]
+    keys = _times_alone(pack, case.ops, times)
+    by_rows = any(value.shape[0] == "T" for value in body.values)
+    timings.put_region(
+        body.digest,
+        case.kind,
+        case.conditions,
+        case.rows if by_rows else case.logit_rows,
+        RegionOutcome(
+            plan_digest(keys, frozenset(keys)),
+            packed.sha256,
+            packed.segment.package,
+            packed.segment.version,
+            packed.gpu,
+            result.time_us,
+            result.own_us,
+            result.reason,
+            result.unavailable,
+        ),
+    )
+    return RegionTime(
+        digest=body.digest[:DIGEST_LENGTH],
+        regions=0,
+        ops=tuple(record.op for record in body.records),
+        kind=case.kind,
+        rows=case.rows,
+        logit_rows=case.logit_rows,
+        winner=TENSORRT if wins(result.time_us, result.own_us) else NATIVE,
+        segment_us=result.time_us,
+        own_us=result.own_us,
+        reason=result.reason or "",
+    )
+
+
+def _times_alone(pack: Pack, ops: Sequence[int], times: PackTimes) -> dict[str, dict[str, float]]:
+    """Times alone of the candidates of some entries, by signature and what they belong to."""
+    keys: dict[str, dict[str, float]] = {}
+    for number in ops:
+        entry = pack.entries[number]
+        its = keys.setdefault(entry.signature, {})
+        for place, candidate in enumerate(entry.candidates):
+            known = times.results.get((number, place))
+            if known is not None and known.time_us is not None:
+                its[timed_key(candidate.kernel_hash, known.algorithm)] = known.time_us
+    return keys
+
+
+def _keep_segments(file: PackFile, times: PackTimes, cache_path: Path) -> None:
+    """Put segments that were timed beside the cache, where a build finds them."""
+    regions, cases = file.pack.regions, file.pack.region_cases
+    timed = {regions[cases[i].region].segment for i, r in times.regions.items() if r.time_us is not None}
+    for number in sorted(timed):
+        packed = file.pack.segments[number]
+        segment = packed.segment
+        cache = SegmentCache(
+            kept_folder(cache_path), segment.package, segment.version, file.pack.sm, packed.gpu
+        )
+        cache.put_as(packed.key, Built(file.plans[segment.blob], segment.layers, packed.seconds))
 
 
 def _told(lost: tuple[tuple[str, str, str], ...]) -> list[dict[str, str]]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tapeout.compiler.local_gpu import local_gpu
+from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.targets import cuda_target
+from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.errors import UnsupportedError
-from tapeout.runtime.tensorrt.package import FULL, KINDS, RTX
+from tapeout.runtime.tensorrt.package import FULL, KINDS, RTX, installed_version
 
 #: Compute capabilities that TensorRT-RTX builds for, with or without a GPU.
 RTX_SMS = (75, 80, 86, 89, 120, 121)
@@ -37,7 +41,7 @@ class KnownBad:
         """Does it speak of this builder and target?"""
         if package != self.package or self.sm not in {0, sm}:
             return False
-        return _number(self.first) <= _number(version) <= _number(self.last)
+        return version_number(self.first) <= version_number(version) <= version_number(self.last)
 
     def text(self) -> str:
         """Symptom, versions and source, for an error."""
@@ -71,7 +75,7 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
         least = f"sm_{LEAST_SM[dtype]} has it first" if dtype in LEAST_SM else "segments have no such dtype"
         raise UnsupportedError(
             f"dtype {dtype!r} on {target}: {least}, this is sm_{sm}",
-            hint=f"build with --dtype float16, {_NATIVE}",
+            hint=f"build with --dtype float32, {_NATIVE}",
         )
     if gpu and full is not None:
         _check_version(FULL, full, sm)
@@ -95,6 +99,24 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
     )
 
 
+def check_segments(options: BuildOptions) -> None:
+    """Refuse a build whose segments no package of this machine can make, before anything is traced.
+
+    Raises UnsupportedError.
+    """
+    if options.tactics == TENSORRT:
+        dtype = "float32" if options.dtype == "auto" else options.dtype
+        package_for(cuda_target(options.target).sm, options.target, dtype)
+
+
+def package_for(sm: int, target: str, dtype: str) -> tuple[str, str]:
+    """The package that builds for a target here, and the name of the GPU that it times its tactics on."""
+    here = local_gpu(target, sm)
+    full, rtx = installed_version(FULL), installed_version(RTX)
+    package = choose_package(sm, target, dtype, full=full, rtx=rtx, gpu=here is not None)
+    return package, here.name if here is not None and package == FULL else ""
+
+
 def crash_note(package: str, version: str, sm: int) -> str:
     """What is known of a builder that ended its process; "" for nothing."""
     known = [b.text() for b in KNOWN_BAD if not b.silent and b.means(package, version, sm)]
@@ -109,6 +131,6 @@ def _check_version(package: str, version: str, sm: int) -> None:
             )
 
 
-def _number(version: str) -> tuple[int, ...]:
+def version_number(version: str) -> tuple[int, ...]:
     """ "10.13.3.9.post1" as (10, 13, 3, 9)."""
     return tuple(map(int, re.findall(r"\d+", version)[:4]))

@@ -20,6 +20,11 @@ from tapeout.runtime.engine.codec import encode
 from tapeout.runtime.engine.launches import SegmentProfile
 
 
+def kept_folder(timing_cache: Path) -> Path:
+    """Where segments are kept that belong to a timing cache."""
+    return timing_cache.with_name(f"{timing_cache.name}.segments")
+
+
 @dataclass(frozen=True)
 class SegmentCache:
     """Kept segments of one builder and target; without a folder it knows and keeps nothing.
@@ -37,7 +42,7 @@ class SegmentCache:
         """What was built from the ONNX model with these profiles."""
         if self.folder is None:
             return None
-        path = self._path(model, profiles)
+        path = self.folder / f"{self.key(model, profiles)}.plan"
         try:
             told = json.loads(path.with_suffix(".json").read_text())
             plan = path.read_bytes()
@@ -49,9 +54,13 @@ class SegmentCache:
 
     def put(self, model: bytes, profiles: Sequence[SegmentProfile], built: Built) -> None:
         """Keep it; each file appears whole. Raises UsageError where the folder cannot be written."""
+        self.put_as(self.key(model, profiles), built)
+
+    def put_as(self, key: str, built: Built) -> None:
+        """The same under the name that `key` has given it."""
         if self.folder is None:
             return
-        path = self._path(model, profiles)
+        path = self.folder / f"{key}.plan"
         told = {
             "package": self.package,
             "version": self.version,
@@ -68,11 +77,29 @@ class SegmentCache:
         except OSError as error:
             raise UsageError(f"{self.folder} cannot be written: {error.strerror or error}") from None
 
-    def _path(self, model: bytes, profiles: Sequence[SegmentProfile]) -> Path:
-        assert self.folder is not None
+    def key(self, model: bytes, profiles: Sequence[SegmentProfile]) -> str:
+        """The name under which a segment is kept: all that it depends on."""
         identity = (SETTINGS_VERSION, self.package, self.version, self.sm, self.gpu, encode(list(profiles)))
-        key = hashlib.sha256(json.dumps(identity).encode() + model).hexdigest()[:32]
-        return self.folder / f"{key}.plan"
+        return hashlib.sha256(json.dumps(identity).encode() + model).hexdigest()[:32]
+
+
+def take_over(earlier: Path, timing_cache: Path) -> None:
+    """Put segments that lie beside another timing cache beside this one, where it has none of that name.
+
+    Raises UsageError where that cannot be read or written.
+    """
+    source, target = kept_folder(earlier), kept_folder(timing_cache)
+    if not source.is_dir() or (target.exists() and target.samefile(source)):
+        return
+    try:
+        target.mkdir(exist_ok=True)
+        for path in (*source.glob("*.plan"), *source.glob("*.json")):  # the description comes last
+            if not (target / path.name).exists():
+                _replace(target / path.name, path.read_bytes())
+    except OSError as error:
+        raise UsageError(
+            f"segments of {source} cannot be put into {target}: {error.strerror or error}"
+        ) from None
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -2,98 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tapeout.compiler.cuda_plan import ROW_MULTIPLE
-from tapeout.compiler.ir import Module, Value
+from tapeout.compiler.ir import Module
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.plan import signature_of
-from tapeout.compiler.regions import Body, Region, distinct_bodies, find_regions
-from tapeout.compiler.report import SegmentReport
-from tapeout.compiler.tactics.gpu_decide import local_gpu
-from tapeout.compiler.targets import cuda_target
+from tapeout.compiler.regions import Body, distinct_bodies, find_regions
 from tapeout.compiler.tensorrt.builder import Built
-from tapeout.compiler.tensorrt.choice import choose_package, crash_note
-from tapeout.compiler.tensorrt.region_onnx import border_shape, region_onnx
-from tapeout.compiler.tensorrt.segment_cache import SegmentCache
+from tapeout.compiler.tensorrt.choice import crash_note, package_for
+from tapeout.compiler.tensorrt.region_onnx import region_onnx
+from tapeout.compiler.tensorrt.segment_cache import SegmentCache, kept_folder
+from tapeout.compiler.tensorrt.segment_plan import (
+    BuiltBody,
+    SegmentPlan,
+    covered_signatures,
+    segment_plan,
+)
 from tapeout.compiler.tensorrt.worker import REQUEST, RESULT
 from tapeout.plugins import errors
 from tapeout.plugins.cuda import TENSORRT
 from tapeout.plugins.errors import TapeoutError, UsageError
-from tapeout.runtime.engine import launches
 from tapeout.runtime.engine.codec import encode
-from tapeout.runtime.engine.launches import (
-    LaunchTable,
-    RegionRange,
-    RowRange,
-    Segment,
-    SegmentProfile,
-    SegmentTensor,
-)
+from tapeout.runtime.engine.launches import RowRange, SegmentProfile
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program_check import row_limits
-from tapeout.runtime.tensorrt.package import FULL, KINDS, RTX, installed_version
+from tapeout.runtime.tensorrt.package import FULL, installed_version
 
 #: Steps of up to so many rows have a profile of their own: few rows, and weights are what takes the time.
 FEW_ROWS = 64
-
-
-@dataclass(frozen=True)
-class SegmentPlan:
-    """The segments of an engine.
-
-    Attributes:
-        segments, regions: for the launch table. blobs: engines by name.
-        covered: keys of signatures all of whose ops run within segments.
-        reports: in the order of `segments`.
-    """
-
-    segments: tuple[Segment, ...]
-    regions: tuple[launches.Region, ...]
-    blobs: Mapping[str, bytes]
-    covered: frozenset[str]
-    reports: tuple[SegmentReport, ...]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the user should know."""
-        packages = sorted({f"{KINDS[s.package].title} {s.version}" for s in self.segments})
-        fate = "were built and not executed: none was timed or compared"
-        return tuple(f"segments by {package} {fate}" for package in packages)
-
-    @property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """Runs of records that run as one."""
-        return tuple((region.first, region.last) for region in self.regions)
-
-    def added_to(self, table: LaunchTable) -> LaunchTable:
-        """A table of the other ops' launches, completed."""
-        return replace(table, segments=self.segments, regions=self.regions)
-
-
-def check_segments(options: BuildOptions) -> None:
-    """Refuse a build whose segments no package of this machine can make, before anything is traced.
-
-    Raises UnsupportedError.
-    """
-    if options.tactics == TENSORRT:
-        dtype = "float32" if options.dtype == "auto" else options.dtype
-        _package_for(cuda_target(options.target).sm, options.target, dtype)
-
-
-def _package_for(sm: int, target: str, dtype: str) -> tuple[str, str]:
-    """The package that builds for a target here, and the name of the GPU that it times its tactics on."""
-    here = local_gpu(target, sm)
-    full, rtx = installed_version(FULL), installed_version(RTX)
-    package = choose_package(sm, target, dtype, full=full, rtx=rtx, gpu=here is not None)
-    return package, here.name if here is not None and package == FULL else ""
 
 
 def segments_for(
@@ -111,22 +52,19 @@ def segments_for(
     """
     if options.tactics != TENSORRT:
         return None
-    package, gpu = _package_for(sm, target, dtype)
+    package, gpu = package_for(sm, target, dtype)
     if options.dry_run:
         return SegmentPlan((), (), {}, covered_signatures(module, find_regions(module)), ())
-    timings = kept = None
-    if (cache := options.timing_cache) is not None:
-        kept = cache.with_name(f"{cache.name}.segments")
-        timings = cache.with_name(f"{cache.name}.{FULL}") if package == FULL else None
+    kept, timings = cache_paths(options.timing_cache, package)
     return build_segments(module, limits, sm, package, timings, kept, gpu, progress)
 
 
-def covered_signatures(module: Module, regions: Sequence[Region]) -> frozenset[str]:
-    """Keys of the signatures that occur in regions and nowhere else."""
-    inside = {index for region in regions for index in range(region.first, region.last)}
-    keys = [signature_of(node, module).key() for node in module.nodes]
-    outside = {key for index, key in enumerate(keys) if index not in inside}
-    return frozenset(keys) - outside
+def cache_paths(timing_cache: Path | None, package: str) -> tuple[Path | None, Path | None]:
+    """What lies beside a timing cache: the folder of segments, and full TensorRT's own timings."""
+    if timing_cache is None:
+        return None, None
+    own = timing_cache.with_name(f"{timing_cache.name}.{FULL}") if package == FULL else None
+    return kept_folder(timing_cache), own
 
 
 def write_region_models(module: Module, folder: Path) -> tuple[Path, ...]:
@@ -169,31 +107,47 @@ def build_segments(
     """
     regions = find_regions(module)
     bodies = distinct_bodies(regions)
-    models = {digest: _model(body) for digest, body in bodies.items()}
-    profiles = {digest: profiles_of(body, limits) for digest, body in bodies.items()}
     version = installed_version(package) or ""
     cache = SegmentCache(kept, package, version, sm, gpu)
+    built = build_bodies(bodies, limits, cache, timing_cache, progress)
+    return segment_plan(module, regions, built, package, version)
+
+
+def build_bodies(
+    bodies: Mapping[str, Body],
+    limits: Limits,
+    cache: SegmentCache,
+    timing_cache: Path | None,
+    progress: Callable[[str], None],
+) -> dict[str, BuiltBody]:
+    """A segment for every body, by digest: kept ones, and others built and kept by a package of this machine.
+
+    Args:
+        cache: names package, version and target. timing_cache: as `build_segments`'s.
+
+    Raises as `build_segments` does.
+    """
+    models = {digest: _model(body) for digest, body in bodies.items()}
+    profiles = {digest: profiles_of(body, limits) for digest, body in bodies.items()}
     built = {digest: found for digest in bodies if (found := cache.get(models[digest], profiles[digest]))}
     if missing := {digest: model for digest, model in models.items() if digest not in built}:
-        progress(f"{len(missing)} of {len(bodies)} segments to build for {len(regions)} regions")
-        fresh = _build(missing, profiles, sm, package, timing_cache)
+        progress(f"{len(missing)} of {len(bodies)} segments to build")
+        fresh = _build(missing, profiles, cache.sm, cache.package, timing_cache)
         for digest, segment in fresh.items():
             cache.put(models[digest], profiles[digest], segment)
         built |= fresh
-    segments, blobs, reports = [], {}, []
+    keys = {digest: cache.key(models[digest], profiles[digest]) for digest in bodies}
+    return {d: BuiltBody(b, built[d], profiles[d], len(models[d]), keys[d]) for d, b in bodies.items()}
+
+
+def kept_bodies(bodies: Mapping[str, Body], limits: Limits, cache: SegmentCache) -> dict[str, BuiltBody]:
+    """Of `build_bodies` those that are kept: no package is needed."""
+    found = {}
     for digest, body in bodies.items():
-        plan = built[digest].plan
-        blob = f"{hashlib.sha256(plan).hexdigest()[:24]}.plan"
-        blobs[blob] = plan
-        segments.append(_segment(body, blob, package, version, profiles[digest], built[digest].layers))
-        uses = sum(region.body.digest == digest for region in regions)
-        ops = tuple(node.op for node in body.nodes)
-        reports.append(
-            SegmentReport(blob, uses, ops, len(models[digest]), len(plan), round(built[digest].seconds, 3))
-        )
-    numbers = {digest: number for number, digest in enumerate(bodies)}
-    placed = tuple(_placed(region, numbers[region.body.digest], profiles) for region in regions)
-    return SegmentPlan(tuple(segments), placed, blobs, covered_signatures(module, regions), tuple(reports))
+        model, profiles = _model(body), profiles_of(body, limits)
+        if built := cache.get(model, profiles):
+            found[digest] = BuiltBody(body, built, profiles, len(model), cache.key(model, profiles))
+    return found
 
 
 def profiles_of(body: Body, limits: Limits) -> tuple[SegmentProfile, ...]:
@@ -213,44 +167,6 @@ def profiles_of(body: Body, limits: Limits) -> tuple[SegmentProfile, ...]:
 def _model(body: Body) -> bytes:
     serialized: bytes = region_onnx(body, ROW_MULTIPLE).SerializeToString(deterministic=True)
     return serialized
-
-
-def _segment(
-    body: Body,
-    blob: str,
-    package: str,
-    version: str,
-    profiles: tuple[SegmentProfile, ...],
-    layers: tuple[str, ...],
-) -> Segment:
-    values = body.values()
-
-    def tensor(value: Value) -> SegmentTensor:
-        return SegmentTensor(value.name, value.dtype, border_shape(value, ROW_MULTIPLE))
-
-    return Segment(
-        blob,
-        package,
-        version,
-        inputs=tuple(map(tensor, body.inputs)),
-        weights=tuple(SegmentTensor(n, w.dtype, w.shape) for n, w in body.weights.items()),
-        outputs=tuple(tensor(values[name]) for name in body.outputs),
-        profiles=profiles,
-        layers=layers,
-    )
-
-
-def _placed(
-    region: Region, number: int, profiles: Mapping[str, tuple[SegmentProfile, ...]]
-) -> launches.Region:
-    symbol = region.body.symbol
-    ranges = tuple(
-        RegionRange(profile.rows[symbol].most, place)
-        for place, profile in enumerate(profiles[region.body.digest])
-    )
-    return launches.Region(
-        region.first, region.last, number, symbol, region.inputs, region.weights, region.outputs, ranges
-    )
 
 
 def _build(

@@ -160,6 +160,11 @@ class Segment:
     profiles: tuple[SegmentProfile, ...]
     layers: tuple[str, ...]
 
+    def profile_at(self, rows: Mapping[str, int]) -> int:
+        """The profile that serves so many rows by symbol."""
+        fits = (all(rows[s] <= r.most for s, r in p.rows.items()) for p in self.profiles)
+        return next(number for number, serves in enumerate(fits) if serves)
+
 
 @dataclass(frozen=True)
 class RegionRange:
@@ -177,6 +182,8 @@ class Region:
         segment: indexes `LaunchTable.segments`.
         symbol: whose rows choose the range: T or R.
         inputs, outputs: buffers or step inputs. weights: the engine's.
+        ranges: ascending. decode_ranges: the same for steps in which every sequence has one row, where it
+            differs; else empty.
     """
 
     first: int
@@ -187,10 +194,17 @@ class Region:
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
     ranges: tuple[RegionRange, ...]
+    decode_ranges: tuple[RegionRange, ...] = ()
 
-    def profile_at(self, rows: int) -> int:
+    def profile_at(self, rows: int, decode: bool) -> int:
         """The profile that serves so many rows; -1 where the records' own launches do."""
-        return next(r.profile for r in self.ranges if rows <= r.max_rows)
+        ranges = (decode and self.decode_ranges) or self.ranges
+        return next(r.profile for r in ranges if rows <= r.max_rows)
+
+    @property
+    def always(self) -> bool:
+        """Does a segment run it in every step?"""
+        return all(r.profile >= 0 for r in (*self.ranges, *self.decode_ranges))
 
 
 @dataclass(frozen=True)

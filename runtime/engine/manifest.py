@@ -77,13 +77,39 @@ class TokenizerFacts:
 
 
 @dataclass(frozen=True)
+class RegionTime:
+    """What runs a dense region at one bucket, and what both ways to run it were measured to take.
+
+    Attributes:
+        digest: of its computation; regions of one shape have one. regions: of the model that have it.
+        ops: of one of them.
+        kind: `mixed` or `decode`. rows, logit_rows: of the bucket, in T and R.
+        winner: `tensorrt` or `native`.
+        segment_us, own_us: microseconds by the TensorRT segment, and by our kernels one after the other.
+        reason: why the segment has no time; "" where it has.
+    """
+
+    digest: str
+    regions: int
+    ops: tuple[str, ...]
+    kind: str
+    rows: int
+    logit_rows: int
+    winner: str
+    segment_us: float | None
+    own_us: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Identity, limits and facts of an engine.
 
     `target` is `cpu:<level>` or `cuda:<sku>`; `versions` names builder, kernel compiler and
     format; `parity` is the verdict of the build's comparison with HF (or says it was
     skipped); `options` are the effective build options; `generation` holds the model's
-    generation defaults. Nothing here depends on host, path or time.
+    generation defaults; `regions` says what TensorRT competed for, and is left out where it did not.
+    Nothing here depends on host, path or time.
     """
 
     format_version: int
@@ -99,13 +125,15 @@ class Manifest:
     parity: Mapping[str, Any]
     timed: bool
     weights: Mapping[str, Any] = field(default_factory=dict)  # {"storage": embedded|shared, "digest", "file"}
+    regions: tuple[RegionTime, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the engine's metadata; inverse of `from_json`."""
         data: dict[str, Any] = encode(self)
-        return data
+        return data if self.regions else {key: value for key, value in data.items() if key != "regions"}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
         """Rebuild a manifest; raises EngineCorruptError on unknown or missing keys."""
-        return decode(cls, data, "manifest")
+        known = {"regions": [], **data} if isinstance(data, Mapping) else data
+        return decode(cls, known, "manifest")

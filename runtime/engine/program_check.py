@@ -167,7 +167,7 @@ def region_problems(table: LaunchTable, program: Program) -> list[str]:
             continue
         end = region.last
         problems += [f"{where}: {p}" for p in _region_problems(region, table, program)]
-        if all(r.profile >= 0 for r in region.ranges):
+        if region.always:
             covered |= {*range(region.first, region.last)}
     problems += [
         f"record {i} ({record.op}) has neither launches nor a segment"
@@ -187,5 +187,12 @@ def _region_problems(region: Region, table: LaunchTable, program: Program) -> It
             yield f"has {len(getattr(region, what))} {what}, its segment {len(getattr(segment, what))}"
     known = {*STEP_INPUTS, *(b.name for b in program.buffers)}
     yield from (f"{name} does not exist" for name in (*region.inputs, *region.outputs) if name not in known)
-    if bad := [r.profile for r in region.ranges if not -1 <= r.profile < len(segment.profiles)]:
+    ranges = (*region.ranges, *region.decode_ranges)
+    if bad := [r.profile for r in ranges if not -1 <= r.profile < len(segment.profiles)]:
         yield f"profiles {bad} do not exist"
+    rows, logit_rows = table.row_buckets[-1], table.logit_buckets[-1]
+    most = rows if region.symbol == "T" else logit_rows
+    for name, row, limit in (("", region.ranges, most), ("decode ", region.decode_ranges, logit_rows)):
+        ends = [r.max_rows for r in row]
+        if (ends or not name) and (ends != sorted(set(ends)) or not ends or ends[-1] < limit):
+            yield f"{name}ranges end at {ends}, expected ascending up to {limit} rows"

@@ -14,11 +14,12 @@ from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import Matmul
 from tapeout.runtime.executors.cuda.cublaslt import version_text
 from tapeout.runtime.tactic_timer.device import Graph, Memory, fill_words
-from tapeout.runtime.tactic_timer.operands import Matrix, Operands, Shared
-from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Candidate, Entry, Samples
+from tapeout.runtime.tactic_timer.launching import Matrix, Shared
+from tapeout.runtime.tactic_timer.operands import Operands
+from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Candidate, Entry, Output, Samples
 
 _ALGORITHMS = 8  # of a product that are checked and timed: the library ranks them, roughly
-_SLOTS = 4  # of a comparison's result: beyond tolerance, outside, largest error, NaN
+SLOTS = 4  # of a comparison's result: beyond tolerance, outside, largest error, NaN
 
 
 class Checker:
@@ -29,7 +30,7 @@ class Checker:
         self._operands = Operands(entry, entry.check, memory, shared, guarded=True, copies=1, layers=2)
         self._wanted, self._got = self._operands.new_outputs(), self._operands.new_outputs()
         self._wanted_pool, self._got_pool = self._operands.new_pool(), self._operands.new_pool()
-        self._result_bytes = 4 * _SLOTS * len(self._got)
+        self._result_bytes = 4 * SLOTS * len(self._got)
         self._result = memory.allocate(self._result_bytes, "results of comparing")
 
     def reference_problem(self) -> str | None:
@@ -65,7 +66,7 @@ class Checker:
         if not products:
             return [(candidate, None)]
         library = self._shared.products.library()
-        found = library.algorithms(self._operands.call(products[0], self._got, 0), _ALGORITHMS)
+        found = library.algorithms(self._operands.call(products[0], self._got), _ALGORITHMS)
         if not found:
             raise TapeoutError(f"cuBLASLt {version_text(library.version)} has no algorithm for it")
         return [(with_algorithm(candidate, algorithm), algorithm) for algorithm in found]
@@ -92,10 +93,10 @@ class Checker:
             mine, theirs = got[index], self._wanted[index]
             start, rows = self._operands.guards(mine)
             self._shared.tools.compare(
-                start, self._operands.guards(theirs)[0], mine.dtype, self._result + 4 * _SLOTS * index,
+                start, self._operands.guards(theirs)[0], mine.dtype, self._result + 4 * SLOTS * index,
                 mine.real, rows, mine.columns, mine.row_stride, output.absolute, output.relative,
             )  # fmt: skip
-        return self._memory.download(self._result, (len(got), _SLOTS), np.dtype(np.int32))
+        return self._memory.download(self._result, (len(got), SLOTS), np.dtype(np.int32))
 
     def _pool_differences(self, absolute: float, relative: float) -> int:
         """Elements in which the two pools differ by more than that."""
@@ -111,18 +112,8 @@ class Checker:
 
     def _outputs_problem(self, found: np.ndarray) -> str | None:
         for output, matrix, row in zip(self._entry.outputs, self._got, found, strict=True):
-            bad, outside, bits, missing = row.tolist()
-            elements = matrix.real * matrix.columns
-            if missing:
-                return f"output {output.name}: {missing} of {elements} elements are NaN or were not written"
-            if bad:
-                largest = float(np.array(bits, np.int32).view(np.float32))
-                return (
-                    f"output {output.name}: {bad} of {elements} elements differ, by at most {largest:.3g} "
-                    f"(tolerance {output.absolute:g} + {output.relative:g} * |expected|)"
-                )
-            if outside:
-                return f"output {output.name}: {outside} elements outside its rows were written"
+            if problem := output_problem(output, matrix, row):
+                return problem
         return None
 
     def _new_elements(self) -> int:
@@ -186,6 +177,23 @@ class Checker:
             raw = self._memory.download(at, (count,), np.dtype(np.uint16))
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return self._memory.download(at, (count,), np.dtype(dtype)).astype(np.float32)
+
+
+def output_problem(output: Output, matrix: Matrix, found: np.ndarray) -> str | None:
+    """What is wrong with a result of which the kernel `compare` told this; None when nothing is."""
+    bad, outside, bits, missing = found.tolist()
+    elements = matrix.real * matrix.columns
+    if missing:
+        return f"output {output.name}: {missing} of {elements} elements are NaN or were not written"
+    if bad:
+        largest = float(np.array(bits, np.int32).view(np.float32))
+        return (
+            f"output {output.name}: {bad} of {elements} elements differ, by at most {largest:.3g} "
+            f"(tolerance {output.absolute:g} + {output.relative:g} * |expected|)"
+        )
+    if outside:
+        return f"output {output.name}: {outside} elements outside its rows were written"
+    return None
 
 
 def with_algorithm(candidate: Candidate, algorithm: MatmulAlgorithm) -> Candidate:

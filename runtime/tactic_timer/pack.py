@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapeout.runtime.engine.codec import decode, encode
-from tapeout.runtime.engine.launches import Kernel, RangeLaunches
+from tapeout.runtime.engine.launches import Kernel, RangeLaunches, Segment
+from tapeout.runtime.engine.program import Record
 
 #: Raised when the meaning of a pack changes; another version's pack is refused.
 PACK_VERSION = 3
+#: Of packs that hold segments. Others say what they always said, so their version and bytes stay.
+SEGMENTS_PACK_VERSION = 4
 MIXED, DECODE = "mixed", "decode"
 #: The layer of the KV pool that checks run on: not the first, so that ignoring `layer` shows.
 CHECKED_LAYER = 1
@@ -172,6 +175,76 @@ class WholeStep:
 
 
 @dataclass(frozen=True)
+class PackedSegment:
+    """A TensorRT engine that competes with our kernels; its bytes stand beside the pack.
+
+    Attributes:
+        segment: its tensors and profiles; `blob` names its bytes.
+        sha256: of its bytes, in hex: what its times belong to.
+        key: the name under which it is kept beside a timing cache (compiler/tensorrt/segment_cache.py).
+        gpu: on which full TensorRT timed its own tactics; "" for TensorRT-RTX.
+        seconds: that its builder took.
+    """
+
+    segment: Segment
+    sha256: str
+    key: str
+    gpu: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RegionValue:
+    """An input or intermediate result of a region: rows of `row_elements`, as in an arena."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    row_elements: int
+
+
+@dataclass(frozen=True)
+class RegionBody:
+    """A run of ops that a segment can stand for, by itself.
+
+    Attributes:
+        digest: of its computation (compiler/regions.py). segment: index in the pack.
+        inputs, weights: contents by name. values: of the region, inputs first.
+        records: its ops; their views and weights go by these names.
+        outputs: what later ops read, `name` a value's, with how far the segment may be from our kernels.
+    """
+
+    digest: str
+    segment: int
+    inputs: Mapping[str, Operand]
+    weights: Mapping[str, Operand]
+    values: tuple[RegionValue, ...]
+    records: tuple[Record, ...]
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class RegionCase:
+    """A region at one bucket: the best of our kernels one after the other, against its segment.
+
+    Attributes:
+        region: index in the pack. kind: `mixed` or `decode`. conditions: what shapes it beside the bucket.
+        rows, logit_rows: padded, of T and R.
+        ops: the entry of each record.
+        check, timing: the steps that the segment is checked and both are timed in.
+    """
+
+    region: int
+    kind: str
+    conditions: str
+    rows: int
+    logit_rows: int
+    ops: tuple[int, ...]
+    check: StepCase
+    timing: StepCase
+
+
+@dataclass(frozen=True)
 class Pack:
     """Everything to time for one model and target.
 
@@ -181,6 +254,7 @@ class Pack:
         kernels: all kernels; `blob` names the cubin.
         tools: kernels that fill and compare, by name (see plugins/tactic_check/tools.py).
         steps: what is timed as a whole when all entries have been timed by themselves.
+        segments, regions, region_cases: what TensorRT competes for, after all of this.
     """
 
     target: str
@@ -191,16 +265,36 @@ class Pack:
     tools: Mapping[str, int]
     entries: tuple[Entry, ...]
     steps: tuple[WholeStep, ...]
+    segments: tuple[PackedSegment, ...] = ()
+    regions: tuple[RegionBody, ...] = ()
+    region_cases: tuple[RegionCase, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """What a reader must know to understand it."""
+        return SEGMENTS_PACK_VERSION if self.segments else PACK_VERSION
+
+    def region_title(self, index: int) -> str:
+        """For people: which region's case this is, and where."""
+        case = self.region_cases[index]
+        ops = ", ".join(record.op for record in self.regions[case.region].records)
+        return f"region {case.region} ({ops}) at T = {case.rows}, R = {case.logit_rows}, {case.kind}"
 
     @property
     def num_candidates(self) -> int:
         return sum(len(entry.candidates) for entry in self.entries)
 
     def to_json(self) -> dict[str, Any]:
+        """Plain data; a pack without segments does not speak of them."""
         data: dict[str, Any] = encode(self)
-        return data
+        return data if self.segments else {k: v for k, v in data.items() if k not in _OF_SEGMENTS}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Pack:
         """Raises EngineCorruptError on unknown or missing keys."""
+        if isinstance(data, Mapping) and not data.keys() & _OF_SEGMENTS:
+            data = {**data, **{key: [] for key in _OF_SEGMENTS}}
         return decode(cls, data, "pack")
+
+
+_OF_SEGMENTS = {"segments", "regions", "region_cases"}

@@ -1,8 +1,9 @@
-"""The bytes of a pack: a safetensors file of three compressed tensors.
+"""The bytes of a pack: a safetensors file of three compressed tensors, or four.
 
     8 bytes   header length N, little endian
     N bytes   JSON header: `__metadata__` (format, kind, pack_version, sha256 of what follows), then
-              the tensors `entries` (JSON), `numbers` (float32) and `cubins`, all u8 and compressed
+              the tensors `entries` (JSON), `numbers` (float32) and `cubins`, all u8 and compressed,
+              and `segments` where the pack has some
 
 Cubins are stored once each, in one stream sorted by kernel: variants of one kernel share most of
 their bytes. Of the standard library's codecs xz sees that, because its window spans the whole stream:
@@ -15,18 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tapeout.plugins.errors import EngineCorruptError, EngineIncompatibleError, TapeoutError, UsageError
-from tapeout.runtime.tactic_timer.pack import PACK_VERSION, Pack
+from tapeout.runtime.tactic_timer.pack import PACK_VERSION, SEGMENTS_PACK_VERSION, Pack
 
 _FORMAT, _KIND = "tapeout", "pack"
-_TENSORS = ("entries", "numbers", "cubins")
+_TENSORS, _SEGMENTS = ("entries", "numbers", "cubins"), "segments"
 _PRESET = 6
 _MAX_HEADER_BYTES = 1 << 20
 _AGAIN = "make the pack again: tapeout build MODEL --target TARGET --pack FILE"
@@ -34,23 +35,31 @@ _AGAIN = "make the pack again: tapeout build MODEL --target TARGET --pack FILE"
 
 @dataclass(frozen=True)
 class PackFile:
-    """A pack with its bulk: cubins by blob name, and the float32 numbers that entries refer to."""
+    """A pack with its bulk: cubins by blob name, the float32 numbers that entries refer to, and TensorRT
+    engines by blob name."""
 
     pack: Pack
     cubins: Mapping[str, bytes]
     numbers: np.ndarray
+    plans: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def encode_pack(file: PackFile) -> bytes:
     """The whole file; the same for the same pack."""
     order = sorted(file.cubins, key=lambda blob: (_symbol(file.pack, blob), blob))
-    index = {"cubins": [[blob, len(file.cubins[blob])] for blob in order], "pack": file.pack.to_json()}
+    cubins = [[blob, len(file.cubins[blob])] for blob in order]
+    index: dict[str, Any] = {"cubins": cubins, "pack": file.pack.to_json()}
+    plans = [file.plans[packed.segment.blob] for packed in file.pack.segments]
+    if plans:
+        index["plans"] = [len(plan) for plan in plans]
     parts = {
         "entries": json.dumps(index, separators=(",", ":"), sort_keys=True).encode(),
         "numbers": file.numbers.astype("<f4").tobytes(),
         "cubins": b"".join(file.cubins[blob] for blob in order),
     }
-    packed = {name: lzma.compress(parts[name], preset=_PRESET) for name in _TENSORS}
+    if plans:
+        parts[_SEGMENTS] = b"".join(plans)
+    packed = {name: lzma.compress(part, preset=_PRESET) for name, part in parts.items()}
     data, table, at = b"".join(packed.values()), {}, 0
     for name, part in packed.items():
         table[name] = {"dtype": "U8", "shape": [len(part)], "data_offsets": [at, at + len(part)]}
@@ -58,7 +67,7 @@ def encode_pack(file: PackFile) -> bytes:
     metadata = {
         "format": _FORMAT,
         "kind": _KIND,
-        "pack_version": str(PACK_VERSION),
+        "pack_version": str(file.pack.version),
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     header = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
@@ -84,16 +93,25 @@ def read_pack(path: Path) -> PackFile:
         unpacked = {name: lzma.decompress(part) for name, part in tensors.items()}
         index = json.loads(unpacked["entries"])
         pack = Pack.from_json(index["pack"])
-        cubins, at = {}, 0
-        for blob, size in index["cubins"]:
-            cubins[blob] = unpacked["cubins"][at : at + size]
-            at += size
+        cubins = _parts(unpacked["cubins"], index["cubins"])
+        blobs = [packed.segment.blob for packed in pack.segments]
+        sizes = list(zip(blobs, index.get("plans", []), strict=True))
+        plans = _parts(unpacked.get(_SEGMENTS, b""), sizes)
         numbers = np.frombuffer(unpacked["numbers"], "<f4")
     except (lzma.LZMAError, ValueError, KeyError, TypeError, RecursionError, TapeoutError) as error:
         raise EngineCorruptError(f"{path} is damaged: {error}", hint=_AGAIN) from None
     if missing := sorted({kernel.blob for kernel in pack.kernels} - cubins.keys()):
         raise EngineCorruptError(f"{path} is damaged: no cubin {', '.join(missing)}", hint=_AGAIN)
-    return PackFile(pack, cubins, numbers)
+    return PackFile(pack, cubins, numbers, plans)
+
+
+def _parts(joined: bytes, sizes: Iterable[Sequence[Any]]) -> dict[str, bytes]:
+    """Blobs by name, of which name and size are told in their order."""
+    parts, at = {}, 0
+    for blob, size in sizes:
+        parts[blob] = joined[at : at + size]
+        at += size
+    return parts
 
 
 def _symbol(pack: Pack, blob: str) -> str:
@@ -101,19 +119,22 @@ def _symbol(pack: Pack, blob: str) -> str:
 
 
 def _tensors(raw: bytes, path: Path) -> dict[str, bytes]:
-    """The three tensors, after format, version, length and checksum."""
+    """The tensors, after format, version, length and checksum."""
     header, start = _header(raw, path)
     metadata = header.get("__metadata__")
     if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT or metadata.get("kind") != _KIND:
         kind = metadata.get("kind") if isinstance(metadata, dict) else None
         raise _no_pack(path, f"its kind is {kind!r}" if kind else "its header holds no metadata of ours")
-    if metadata.get("pack_version") != str(PACK_VERSION):
+    known = {str(PACK_VERSION): _TENSORS, str(SEGMENTS_PACK_VERSION): (*_TENSORS, _SEGMENTS)}
+    names = known.get(str(metadata.get("pack_version")))
+    if names is None:
         raise EngineIncompatibleError(
-            f"{path} has pack version {metadata.get('pack_version')}, this tapeout reads {PACK_VERSION}",
+            f"{path} has pack version {metadata.get('pack_version')}, this tapeout reads "
+            f"{' and '.join(known)}",
             hint=_AGAIN,
         )
     try:
-        spans = {name: header[name]["data_offsets"] for name in _TENSORS}
+        spans = {name: header[name]["data_offsets"] for name in names}
         sizes = [int(begin) for begin, _ in spans.values()], [int(end) for _, end in spans.values()]
     except (KeyError, TypeError, ValueError):
         raise EngineCorruptError(f"{path}: the header is damaged", hint=_AGAIN) from None
@@ -125,7 +146,7 @@ def _tensors(raw: bytes, path: Path) -> dict[str, bytes]:
         )
     if hashlib.sha256(data).hexdigest() != metadata.get("sha256"):
         raise EngineCorruptError(f"{path} is damaged: its bytes differ from their checksum", hint=_AGAIN)
-    return {name: data[begin:end] for name, begin, end in zip(_TENSORS, *sizes, strict=True)}
+    return {name: data[begin:end] for name, begin, end in zip(names, *sizes, strict=True)}
 
 
 def _header(raw: bytes, path: Path) -> tuple[dict[str, Any], int]:

@@ -2,7 +2,7 @@
 
 A candidate that crashes, breaks the context or hangs costs itself: the worker is started again and
 goes on with the entry it was at, without that candidate. One that does so in a whole step costs that
-step; times that were told stay.
+step, a TensorRT segment its region at one bucket; times that were told stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,63 +26,17 @@ from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import TapeoutError, UsageError
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.tactic_timer.results import PackTimes, RegionResult, Result, StepResult
 
 #: What a worker may take for one announced step; the longest measured are tenths of a second.
 STEP_TIMEOUT_S = 20.0
+#: The same for a region, of which TensorRT-RTX makes the kernels where it runs.
+REGION_TIMEOUT_S = 120.0
 #: Until it is ready: the driver's start and reading the pack.
 START_TIMEOUT_S = 120.0
 WORKER = (sys.executable, "-m", "tapeout.runtime.tactic_timer.worker")
 
 _STDERR_BYTES = 2000
-
-
-@dataclass(frozen=True)
-class Result:
-    """Microseconds a call of a candidate, or why it may not be used.
-
-    algorithm: what its product was timed with. unavailable: it was not tried, for want of a library.
-    """
-
-    time_us: float | None
-    reason: str | None = None
-    algorithm: MatmulAlgorithm | None = None
-    unavailable: bool = False
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Microseconds of a whole step by its fastest plan and by that of the fastest alone, or why it cannot
-    run.
-
-    winners: entry to candidate of the fastest plan.
-    """
-
-    time_us: float | None
-    alone_us: float | None = None
-    winners: Mapping[int, int] = field(default_factory=dict)
-    reason: str | None = None
-
-
-@dataclass
-class PackTimes:
-    """What was found out.
-
-    Attributes:
-        gpu: where.
-        results: entry and candidate index to result; absent where an entry was skipped.
-        skipped: entry index to why nothing was measured, for example too little memory.
-        steps, skipped_steps: the same of whole steps, by their index.
-        restarts: how often the worker was started again.
-        seconds: all of it took.
-    """
-
-    gpu: GpuFacts
-    results: dict[tuple[int, int], Result] = field(default_factory=dict)
-    skipped: dict[int, str] = field(default_factory=dict)
-    steps: dict[int, StepResult] = field(default_factory=dict)
-    skipped_steps: dict[int, str] = field(default_factory=dict)
-    restarts: int = 0
-    seconds: float = 0.0
 
 
 def time_pack(
@@ -94,8 +48,10 @@ def time_pack(
     check_gpu: Callable[[GpuFacts], None] = lambda facts: None,
     worker: Sequence[str] = WORKER,
     step_timeout_s: float = STEP_TIMEOUT_S,
+    region_timeout_s: float = REGION_TIMEOUT_S,
 ) -> PackTimes:
-    """Check and time every candidate of the pack at `path` on a GPU of this machine, then its whole steps.
+    """Check and time every candidate of the pack at `path` on a GPU of this machine, then its whole steps and
+    regions.
 
     Args:
         device: number of the GPU. progress: told what is under way.
@@ -107,7 +63,8 @@ def time_pack(
         TapeoutError: the worker could not start.
     """
     _check_bindings()
-    session = _Session(path, pack, device, progress, check_gpu, worker, step_timeout_s)
+    timeouts = {"region": region_timeout_s, "": step_timeout_s}
+    session = _Session(path, pack, device, progress, check_gpu, worker, timeouts)
     start = time.monotonic()
     times = session.run()
     times.seconds = time.monotonic() - start
@@ -123,14 +80,15 @@ class _Session:
         progress: Callable[[str], None],
         check_gpu: Callable[[GpuFacts], None],
         worker: Sequence[str],
-        step_timeout_s: float,
+        timeouts_s: Mapping[str, float],
     ) -> None:
         self._path, self._pack, self._device, self._progress = path, pack, device, progress
         self._check_gpu = check_gpu
-        self._command, self._timeout_s = list(worker), step_timeout_s
+        self._command, self._timeouts_s = list(worker), timeouts_s
         self._times: PackTimes | None = None
         self._left = list(range(len(pack.entries)))
         self._steps_left = list(range(len(pack.steps)))
+        self._regions_left = list(range(len(pack.region_cases)))
         self._lost: dict[int, dict[int, str]] = {}
         self._at: Mapping[str, Any] | None = None  # the message that announced what is under way
 
@@ -146,10 +104,11 @@ class _Session:
         return self._times
 
     def _unfinished(self) -> bool:
-        return bool(self._left or self._steps_left)
+        return bool(self._left or self._steps_left or self._regions_left)
 
-    def _progress_made(self) -> tuple[int, int, int]:
-        return len(self._left), len(self._steps_left), sum(map(len, self._lost.values()))
+    def _progress_made(self) -> tuple[int, ...]:
+        lost = sum(map(len, self._lost.values()))
+        return len(self._left), len(self._steps_left), len(self._regions_left), lost
 
     def _run_worker(self) -> None:
         """One life of the worker; afterwards what it was at is done, or lost."""
@@ -160,11 +119,12 @@ class _Session:
             "entries": self._left,
             "lost": self._lost,
             "steps": self._steps_left,
+            "regions": self._regions_left,
             "known": self._known(),
         }
         with tempfile.TemporaryFile() as stderr, _Process(self._command, job, stderr) as process:
             while True:
-                timeout = START_TIMEOUT_S if self._times is None or self._at is None else self._timeout_s
+                timeout = self._timeout_s()
                 try:
                     message = process.messages.get(timeout=timeout)
                 except queue.Empty:
@@ -176,6 +136,11 @@ class _Session:
                     return
                 if not self._take(message):
                     return
+
+    def _timeout_s(self) -> float:
+        if self._times is None or self._at is None:
+            return START_TIMEOUT_S
+        return self._timeouts_s["region" if "region" in self._at else ""]
 
     def _take(self, message: Mapping[str, Any]) -> bool:
         """Note a message; False when the worker has nothing more to say."""
@@ -209,13 +174,18 @@ class _Session:
             self._take_step(message)
             self._steps_left.remove(message["step"])
             self._at = None
+        elif event == "region":
+            self._take_region(message)
+            self._regions_left.remove(message["region"])
+            self._at = None
         elif event == "fault":
             self._lose(f"{message['reason']} while {self._doing()}")
             return False
         return True
 
     def _lose(self, reason: str, stderr: IO[bytes] | None = None) -> None:
-        """What was under way is lost: a candidate, all of an entry when its reference was running, a step."""
+        """What was under way is lost: a candidate, all of an entry when its reference was running, a step, or
+        a region."""
         if self._times is None or self._at is None:
             raise TapeoutError(
                 f"the timing process failed before it measured anything: {reason}{_tail(stderr)}",
@@ -225,6 +195,10 @@ class _Session:
         if "step" in self._at:
             self._times.steps[self._at["step"]] = StepResult(None, reason=reason)
             self._steps_left.remove(self._at["step"])
+            return
+        if "region" in self._at:
+            self._times.regions[self._at["region"]] = RegionResult(None, reason=reason)
+            self._regions_left.remove(self._at["region"])
             return
         entry, candidate = self._at["entry"], self._at["candidate"]
         lost = self._lost.setdefault(entry, {})
@@ -248,6 +222,18 @@ class _Session:
             message.get("reason"),
         )
 
+    def _take_region(self, message: Mapping[str, Any]) -> None:
+        index, times = message["region"], self._times_so_far()
+        if message.get("skipped") is not None:
+            times.skipped_regions[index] = message["skipped"]
+            return
+        times.regions[index] = RegionResult(
+            message.get("time_us"),
+            message.get("own_us"),
+            message.get("reason"),
+            bool(message.get("unavailable")),
+        )
+
     def _known(self) -> dict[int, dict[int, dict[str, Any]]]:
         """Times that a later worker needs for whole steps, of entries that are done."""
         known: dict[int, dict[int, dict[str, Any]]] = {}
@@ -259,31 +245,34 @@ class _Session:
         return known
 
     def _tell_progress(self, begun: Mapping[str, Any]) -> None:
-        """Of an entry when its reference runs, of a whole step when its operands are made."""
-        if "step" in begun and begun["phase"] == "operands":
-            count, left, title = (
-                len(self._pack.steps),
-                self._steps_left,
-                self._pack.steps[begun["step"]].title(),
-            )
-        elif "step" not in begun and begun["candidate"] < 0 and begun["phase"] == "reference":
-            count, left, title = (
-                len(self._pack.entries),
-                self._left,
-                self._pack.entries[begun["entry"]].title(),
-            )
+        """Of an entry when its reference runs, of a whole step when its operands are made, of a region when
+        its segment is loaded."""
+        pack, phase = self._pack, begun["phase"]
+        if "region" in begun:
+            wanted, count, left = "load", len(pack.region_cases), self._regions_left
+        elif "step" in begun:
+            wanted, count, left = "operands", len(pack.steps), self._steps_left
         else:
-            return
-        self._progress(f"{count - len(left) + 1} of {count}: {title}")
+            wanted, count, left = "reference", len(pack.entries), self._left
+        if phase == wanted and begun.get("candidate", -1) < 0:
+            self._progress(f"{count - len(left) + 1} of {count}: {self._title(begun)}")
+
+    def _title(self, begun: Mapping[str, Any]) -> str:
+        """What a message speaks of."""
+        if "region" in begun:
+            return self._pack.region_title(begun["region"])
+        if "step" in begun:
+            return self._pack.steps[begun["step"]].title()
+        return self._pack.entries[begun["entry"]].title()
 
     def _doing(self) -> str:
         if self._at is None:
             return "starting"
-        if "step" in self._at:
-            doing = "timing" if self._at["phase"] == "time" else "preparing"
-            return f"{doing} {self._pack.steps[self._at['step']].title()}"
-        candidate, phase = self._at["candidate"], self._at["phase"]
-        tactics = self._pack.entries[self._at["entry"]].candidates
+        phase = self._at["phase"]
+        if "step" in self._at or "region" in self._at:
+            doing = {"check": "checking", "time": "timing"}.get(phase, "preparing")
+            return f"{doing} {self._title(self._at)}"
+        candidate, tactics = self._at["candidate"], self._pack.entries[self._at["entry"]].candidates
         return {"check": "checking ", "time": "timing "}.get(phase, "preparing ") + (
             tactics[candidate].tactic if candidate >= 0 else f"the {phase}"
         )

@@ -7,19 +7,18 @@ cache, the graph holds the step several times, over other weights each time.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
 
-from tapeout.runtime.tactic_timer.device import Graph, Memory, TimedEvents
-from tapeout.runtime.tactic_timer.operands import Operands, Shared, layer_bytes, weight_bytes
+from tapeout.runtime.tactic_timer.device import Graph, Memory
+from tapeout.runtime.tactic_timer.launching import Shared
+from tapeout.runtime.tactic_timer.operands import Operands, layer_bytes, weight_bytes
 from tapeout.runtime.tactic_timer.pack import Candidate, Pack, WholeStep
 from tapeout.runtime.tactic_timer.plan_search import Plan
+from tapeout.runtime.tactic_timer.timing import in_turns_us, rounds_of
 
 _Key = tuple[tuple[int, int], ...]
 _CACHES, _MAX_TURNS = 2, 8  # times the L2 cache that a graph reads; steps in a graph
-_ROUNDS, _MIN_ROUNDS, _ROUNDS_US = 9, 3, 10_000.0  # replays of each of two plans
 
 
 class StepTimer:
@@ -68,9 +67,8 @@ class StepTimer:
                 self._graphs[key].replay()  # instructions and descriptors reach the device
         graphs = [self._graphs[key] for key in keys]
         if not self._rounds:  # plans take about as long
-            once_us = max(1.0, sum(self._replays_us(graphs, 1)))
-            self._rounds = min(_ROUNDS, max(_MIN_ROUNDS, math.floor(_ROUNDS_US / once_us)))
-        first, second = self._replays_us(graphs, self._rounds)
+            self._rounds = rounds_of(sum(in_turns_us(graphs, 1, self._shared.stream)))
+        first, second = in_turns_us(graphs, self._rounds, self._shared.stream)
         return round(first / self._turns, 3), round(second / self._turns, 3)
 
     def warm_up(self, plan: Plan, duration_us: float) -> None:
@@ -78,7 +76,7 @@ class StepTimer:
         self.compare(plan, plan)
         graphs, spent = [self._graphs[_key(plan)]], 0.0
         while spent < duration_us:
-            spent += max(10.0, *self._replays_us(graphs, 10)) * 10
+            spent += max(10.0, *in_turns_us(graphs, 10, self._shared.stream)) * 10
 
     def close(self) -> None:
         for graph in self._graphs.values():
@@ -101,14 +99,6 @@ class StepTimer:
                 self._operands[entry].launch(launches, self._outputs[entry], self._pools[entry], copy, copy)
 
         return Graph(self._shared.stream, launches_of_all)
-
-    def _replays_us(self, graphs: list[Graph], rounds: int) -> list[float]:
-        """Median microseconds of each graph's replays, queued in turns without a pause between them."""
-        with closing(TimedEvents(len(graphs) * rounds)) as events:
-            for index in range(len(graphs) * rounds):
-                events.around(index, graphs[index % len(graphs)].replay, self._shared.stream)
-            times = [events.elapsed_us(index) for index in range(len(graphs) * rounds)]
-        return [statistics.median(times[place :: len(graphs)]) for place in range(len(graphs))]
 
 
 def _key(plan: Plan) -> _Key:

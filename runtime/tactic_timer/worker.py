@@ -11,6 +11,10 @@ announced first, so that whoever reads knows which candidate a crash or a hang b
     {"event": "begin", "step": s, "phase": p}            the same for a whole step, when all entries are done
     {"event": "step", "step": s, "time_us": t, "alone_us": a, "winners": [[e, c], ...]}
         or with "reason": r where it cannot run, "skipped": why where nothing was found out
+    {"event": "begin", "region": n, "phase": p}          the same for a region's case, at last
+    {"event": "region", "region": n, "time_us": t, "own_us": o}
+        or with "reason": r where its segment cannot run or is wrong, with "unavailable": true where its
+        package is not there, "skipped": why where nothing was found out
     {"event": "fault", "reason": r}                      the context is lost; the process ends
     {"event": "error", "kind": class, "message": m, "hint": h}   nothing can be timed here
 """
@@ -28,18 +32,21 @@ from typing import Any
 
 from tapeout.plugins.cuda import MatmulAlgorithm
 from tapeout.plugins.errors import CapacityError, EngineIncompatibleError, TapeoutError
-from tapeout.runtime.engine.launches import Matmul
+from tapeout.runtime.engine.launches import Matmul, Segment
 from tapeout.runtime.engine.target import GpuFacts
 from tapeout.runtime.executors.cuda.driver import Device, Stream, open_device
 from tapeout.runtime.tactic_timer.checking import Checker, with_algorithm
 from tapeout.runtime.tactic_timer.device import Kernels, Memory, Products, is_alive, l2_bytes
-from tapeout.runtime.tactic_timer.operands import Shared
+from tapeout.runtime.tactic_timer.launching import Shared
 from tapeout.runtime.tactic_timer.pack import Candidate, Pack
 from tapeout.runtime.tactic_timer.pack_file import PackFile, read_pack
 from tapeout.runtime.tactic_timer.plan_search import Found, Plan, fastest_plan, finalists, timed_key
+from tapeout.runtime.tactic_timer.region import RegionChecker, RegionTimer, load_segment
+from tapeout.runtime.tactic_timer.region_memory import Chain
 from tapeout.runtime.tactic_timer.timing import Timer
 from tapeout.runtime.tactic_timer.tool_kernels import ToolKernels
 from tapeout.runtime.tactic_timer.whole_step import StepTimer
+from tapeout.runtime.tensorrt.segments import check_package
 
 Send = Callable[[dict[str, Any]], None]
 #: A candidate, and the algorithm of its product where it has one.
@@ -75,13 +82,13 @@ class Timed:
 
 
 class Worker:
-    """Checks and times entries of a pack on one GPU, then whole steps.
+    """Checks and times entries of a pack on one GPU, then whole steps, then regions.
 
     `known` holds by entry and candidate what was timed.
     """
 
     def __init__(self, file: PackFile, device: Device, l2: int, send: Send) -> None:
-        self._pack, self._send, self._l2 = file.pack, send, l2
+        self._pack, self._plans, self._send, self._l2 = file.pack, file.plans, send, l2
         device.make_current()
         with ExitStack() as stack:
             stream = stack.enter_context(closing(Stream()))
@@ -129,6 +136,56 @@ class Worker:
         except TapeoutError as error:
             told = {"reason": error.message}
         self._send({"event": "step", "step": index, **told})
+
+    def run_region(self, index: int) -> None:
+        """Tell what a region takes by its segment and by the fastest of our kernels. Raises ContextLost when
+        either broke the context."""
+        told: dict[str, Any] = {}
+        case = self._pack.region_cases[index]
+        try:
+            own = [self._fastest(entry) for entry in case.ops]
+            segment = self._pack.segments[self._pack.regions[case.region].segment].segment
+            check_package([segment], "the pack's segments are")
+        except _Unknown as error:
+            told = {"skipped": str(error)}
+        except EngineIncompatibleError as error:
+            told = {"reason": _with_hint(error), "unavailable": True}
+        else:
+            try:
+                told = self._compare_region(index, [c.launches for c in own], segment)
+            except CapacityError as error:
+                told = {"skipped": error.message}
+            except TapeoutError as error:
+                told = {"reason": error.message}
+        self._send({"event": "region", "region": index, **told})
+
+    def _compare_region(self, index: int, own: Chain, segment: Segment) -> dict[str, Any]:
+        case = self._pack.region_cases[index]
+        body, shared = self._pack.regions[case.region], self._shared
+        with ExitStack() as stack:
+            with self._announced(region=index, phase="load"):
+                loaded = stack.enter_context(closing(load_segment(segment, self._plans[segment.blob])))
+            with Memory(shared.stream) as memory:
+                reference = [self._pack.entries[entry].reference.launches for entry in case.ops]
+                with self._announced(region=index, phase="reference"):
+                    checker = RegionChecker(body, case, reference, segment, loaded, memory, shared)
+                    if problem := checker.reference_problem():
+                        raise TapeoutError(f"not judged: the region by plain kernels: {problem}")
+                with self._announced(region=index, phase="check"):
+                    if problem := checker.problem():
+                        return {"reason": problem}
+            with Memory(shared.stream) as memory, self._announced(region=index, phase="time"):
+                timer = RegionTimer(body, case, own, segment, loaded, memory, shared, self._l2)
+                time_us, own_us = timer.compare()
+        return {"time_us": time_us, "own_us": own_us}
+
+    def _fastest(self, entry: int) -> Candidate:
+        """The candidate of an entry that is fastest alone. Raises _Unknown where none has a time."""
+        known = self.known.get(entry)
+        if not known:
+            raise _Unknown(f"no candidate has a time of {self._pack.entries[entry].title()}")
+        (best, *_) = finalists({timed.key: timed.time_us for timed in known.values()})
+        return next(timed.candidate for timed in known.values() if timed.key == best)
 
     def close(self) -> None:
         self._resources.close()
@@ -189,7 +246,7 @@ class Worker:
             with self._step(index, c, "check"):
                 self._shared.products.library()
         except TapeoutError as error:  # not there, or it cannot be started with this driver
-            return f"{error.message} ({error.hint})" if error.hint else error.message
+            return _with_hint(error)
         return None
 
     def _right_variants(self, index: int, c: int, checker: Checker) -> tuple[list[Variant], str]:
@@ -261,6 +318,10 @@ class Worker:
         self._send({"event": "outcome", "entry": entry, "candidate": candidate, **outcome})
 
 
+def _with_hint(error: TapeoutError) -> str:
+    return f"{error.message} ({error.hint})" if error.hint else error.message
+
+
 def check_pack(pack: Pack, path: Path, gpu: GpuFacts) -> None:
     """Raise EngineIncompatibleError unless the GPU and its driver can run the pack's kernels."""
     if gpu.sm != pack.sm:
@@ -279,7 +340,8 @@ def check_pack(pack: Pack, path: Path, gpu: GpuFacts) -> None:
 
 def serve(job: Mapping[str, Any], send: Send) -> None:
     """Do a job: {"pack": path, "device": ordinal, "entries": [index], "lost": {index: {candidate: why}},
-    "steps": [index], "known": {index: {candidate: {"time_us": t, "algorithm": {...} | null}}}}."""
+    "steps": [index], "regions": [index],
+    "known": {index: {candidate: {"time_us": t, "algorithm": {...} | null}}}}."""
     try:
         path = Path(job["pack"])
         file = read_pack(path)
@@ -298,6 +360,8 @@ def serve(job: Mapping[str, Any], send: Send) -> None:
             worker.run(index, {int(c): reason for c, reason in known.items()})
         for index in job["steps"]:
             worker.run_step(index)
+        for index in job["regions"]:
+            worker.run_region(index)
     except ContextLost as lost:
         send({"event": "fault", "reason": lost.reason})
         return  # nothing can be freed in a broken context; the end of the process does it

@@ -22,17 +22,17 @@ logger = logging.getLogger("tapeout")
 ADDRESS_ALIGNMENT = 256
 
 
-def check_package(segments: Sequence[Segment]) -> None:
+def check_package(segments: Sequence[Segment], whose: str = "the engine's segments are") -> None:
     """Is the package installed that these segments are for? Nothing is imported.
 
-    A serialized engine is read by the very version that wrote it.
+    A serialized engine is read by the very version that wrote it. `whose` begins the error.
 
     Raises EngineIncompatibleError, which names both versions.
     """
     for name, version in sorted({(s.package, s.version) for s in segments}):
         if name not in KINDS:
             raise EngineIncompatibleError(
-                f"the engine's segments are for {name!r}, expected one of {', '.join(KINDS)}",
+                f"{whose} for {name!r}, expected one of {', '.join(KINDS)}",
                 hint="build the engine again with this version: tapeout build",
             )
         kind, found = KINDS[name], installed_version(name)
@@ -40,7 +40,7 @@ def check_package(segments: Sequence[Segment]) -> None:
             have = "which is not installed" if found is None else f"this machine has {found}"
             distribution = kind.distributions[0].removesuffix("-bindings")
             raise EngineIncompatibleError(
-                f"the engine's segments are for {kind.title} {version}, {have}",
+                f"{whose} for {kind.title} {version}, {have}",
                 hint=f"pip install '{distribution}=={version}', or build the engine with --tactics native",
             )
 

@@ -5,13 +5,13 @@ Timing runs on a scripted GPU for cuda:sm_90, and for real on this machine's CPU
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,19 +47,10 @@ class Place:
         return done.stdout + done.stderr
 
 
-def make_tiny(folder: Path) -> None:
-    spec = importlib.util.spec_from_file_location("tapeout_ci_models", ROOT / "tests" / "models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    models = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(models)
-    models.make_tiny("llama", folder, seed=0)
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("ci")
-    make_tiny(folder / "llama")
+    models.make_tiny("llama", folder / "llama")
     (folder / "engines.yaml").write_text(
         f"defaults: {LIMITS}\nmodels: {{tiny: ./llama}}\ntargets: [cpu, 'cuda:sm_90']\n"
     )

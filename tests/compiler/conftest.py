@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from collections import Counter
@@ -37,30 +36,6 @@ TOKENS_PER_PAGE = 4
 # torch writes thousands of structured records an export; formatting them for pytest's log capture
 # would take a good part of the tests' time.
 logging.getLogger("torch.__trace").propagate = False
-
-
-def _load(file: str) -> ModuleType:
-    """A module of the folder above."""
-    name = f"tapeout_test_{file}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{file}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def models() -> ModuleType:
-    """tests/models.py."""
-    return _load("models")
-
-
-@pytest.fixture(scope="session")
-def gguf_writer() -> ModuleType:
-    """tests/gguf_writer.py."""
-    return _load("gguf_writer")
 
 
 def reader(source: ModelSource, graph: Graph) -> Callable[[str], np.ndarray]:

@@ -20,7 +20,7 @@ from fake_kernels import compile_nothing
 from tapeout.cli.main import cli
 from tapeout.compiler import build as build_module
 from tapeout.compiler import build_pack as build_pack_module
-from tapeout.compiler import cuda_plan
+from tapeout.compiler import cuda_plan, local_gpu
 from tapeout.compiler.build import build
 from tapeout.compiler.build_pack import build_pack
 from tapeout.compiler.front_end import FrontEnd, Lowered
@@ -316,8 +316,8 @@ class TestHere:
     def test_another_gpu_is_not_used(self, gpu: Callable[..., None]) -> None:
         for name, sm in (("NVIDIA L4", 89), ("NVIDIA H100", 90), ("NVIDIA H200 MIG 1g.18gb", 90)):
             gpu(name=name, sm=sm)
-            assert gpu_decide.local_gpu("cuda:h200", 90) is None
-            assert (gpu_decide.local_gpu("cuda:sm_90", 90) is None) == (sm != 90)
+            assert local_gpu.local_gpu("cuda:h200", 90) is None
+            assert (local_gpu.local_gpu("cuda:sm_90", 90) is None) == (sm != 90)
 
     def test_a_gpu_that_cannot_is_told(
         self,

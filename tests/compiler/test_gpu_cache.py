@@ -16,7 +16,7 @@ from fake_kernels import FakeTactic
 
 from tapeout.compiler import cuda_plan
 from tapeout.compiler.tactics.cache import Machine, TimingCache
-from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, gpus_in, timings_for
+from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, RegionOutcome, gpus_in, timings_for
 from tapeout.compiler.tactics.gpu_contests import contests
 from tapeout.compiler.tactics.gpu_select import unanswered
 from tapeout.compiler.tactics.outcome import Outcome
@@ -212,3 +212,47 @@ def test_a_changed_kernel_is_unknown(
     assert unknown() == 0
     monkeypatch.setattr(digest, "triton_version", lambda: "0.0")
     assert unknown() == 2
+
+
+class TestRegions:
+    PLACE = ("digest", "mixed", "profiles T 1 to 8", 4)
+    TIME = RegionOutcome("own", "sha256", "tensorrt_rtx", "1.7.1.116", "", 3.0, 4.0)
+    MISSING = replace(TIME, time_us=None, own_us=None, reason="not installed", unavailable=True)
+
+    def test_what_is_put_is_got(self, tmp_path: Path) -> None:
+        """Of one region and bucket several segments, and several of our kernels they were timed against."""
+        path = tmp_path / "gpus.json"
+        cache = TimingCache.load(path)
+        other, later = replace(self.TIME, segment="other"), replace(self.TIME, own="later", time_us=5.0)
+        for outcome in (self.TIME, other, later):
+            GpuTimings(cache, H200).put_region(*self.PLACE, outcome)
+        cache.save()
+        timings = GpuTimings(TimingCache.load(path), H200)
+        assert timings.knows_regions()
+        assert not GpuTimings(TimingCache.load(path), H100).knows_regions()
+        assert set(timings.get_regions(*self.PLACE, "own")) == {self.TIME, other}
+        assert set(timings.get_regions(*self.PLACE)) == {self.TIME, other, later}
+        for index, value in enumerate(("d", "decode", "profiles T 1 to 4", 2)):
+            place = [*self.PLACE]
+            place[index] = value
+            assert timings.get_regions(*place, "own") == ()  # type: ignore[arg-type]
+
+    def test_a_missing_package_hides_no_time(self) -> None:
+        cache = TimingCache(None)
+        timings = GpuTimings(cache, H200)
+        timings.put_region(*self.PLACE, self.MISSING)
+        assert timings.get_regions(*self.PLACE, "own") == (self.MISSING,)
+        timings.put_region(*self.PLACE, self.TIME)
+        timings.put_region(*self.PLACE, self.MISSING)
+        assert timings.get_regions(*self.PLACE, "own") == (self.TIME,)
+
+    @pytest.mark.parametrize(
+        "change", [{"own_us": None}, {"own_us": -1.0}, {"segment": 3}, {"unavailable": 1}, {"time_us": "3"}]
+    )
+    def test_what_is_no_outcome_is_refused(self, change: dict[str, object], tmp_path: Path) -> None:
+        path = tmp_path / "gpus.json"
+        cache = TimingCache.load(path)
+        GpuTimings(cache, H200).put_region(*self.PLACE, replace(self.TIME, **change))  # type: ignore[arg-type]
+        cache.save()
+        with pytest.raises(UsageError, match="is not a timing cache"):
+            TimingCache.load(path)

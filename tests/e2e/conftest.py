@@ -90,18 +90,6 @@ def invoke() -> Callable[..., Result]:
     return invoke
 
 
-@pytest.fixture(scope="session")
-def models() -> ModuleType:
-    """tests/models.py, the maker of tiny checkpoints."""
-    path = Path(__file__).parents[1] / "models.py"
-    spec = importlib.util.spec_from_file_location("tapeout_e2e_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # ---- SmolLM2 ----------------------------------------------------------------------------------
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,23 +11,6 @@ from typing import Any
 import pytest
 
 from tapeout.model_defs import ModelSource, open_model
-
-
-def _load(file: str) -> ModuleType:
-    name = f"tapeout_test_{file}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{file}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def models() -> ModuleType:
-    return _load("models")
 
 
 @pytest.fixture
@@ -65,6 +46,7 @@ def edit_json() -> Callable[..., None]:
 
 
 @pytest.fixture
-def write_gguf() -> Callable[..., Path]:
+def write_gguf(gguf_writer: ModuleType) -> Callable[..., Path]:
     """tests/gguf_writer.py."""
-    return _load("gguf_writer").write_gguf
+    write: Callable[..., Path] = gguf_writer.write_gguf
+    return write

@@ -157,7 +157,10 @@ class Stream:
         check(cu.cuMemcpyDtoDAsync(to, source, size_bytes, self.handle), "copying on the device")
 
     def zero(self, device: int, size_bytes: int) -> None:
-        check(cu.cuMemsetD8Async(device, 0, size_bytes, self.handle), "clearing memory")
+        self.fill(device, 0, size_bytes)
+
+    def fill(self, device: int, byte: int, size_bytes: int) -> None:
+        check(cu.cuMemsetD8Async(device, byte, size_bytes, self.handle), "clearing memory")
 
     def wait_for(self, event: Event) -> None:
         """Let what is queued from now on begin after the event; the host does not wait."""

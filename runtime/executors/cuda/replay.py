@@ -215,7 +215,8 @@ class Replay:
             if index < done:
                 continue
             region = self._regions.get(index)
-            if region is not None and (profile := region.profile_at(rows[region.symbol])) >= 0:
+            profile = -1 if region is None else region.profile_at(rows[region.symbol], bucket.decode)
+            if region is not None and profile >= 0:
                 done = region.last
                 yield record, rows[region.symbol], SegmentCall(region, profile, tuple(rows.items()))
                 continue

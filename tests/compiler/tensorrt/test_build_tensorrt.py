@@ -24,7 +24,7 @@ from tapeout.cli.main import cli
 from tapeout.compiler import cuda_plan
 from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.tensorrt import segments as segments_module
+from tapeout.compiler.tensorrt import choice
 from tapeout.plugins.cuda import TENSORRT
 from tapeout.runtime.engine import open_engine
 from tapeout.runtime.executors.cuda import driver
@@ -193,7 +193,7 @@ def test_what_cannot_be_built_is_refused(
 def test_a_missing_package_says_what_to_install(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments_module, "installed_version", lambda name: None)
+    monkeypatch.setattr(choice, "installed_version", lambda name: None)
     told = build(checkpoint, tmp_path / "x.engine", "--tactics", "tensorrt", "--target", "cuda:sm_89")
     assert told.exit_code == 5
     assert "TensorRT-RTX is not installed" in told.output

@@ -59,7 +59,7 @@ def test_a_dtype_that_the_gpu_lacks() -> None:
         UnsupportedError, match="'bfloat16' on cuda:sm_75: sm_80 has it first, this is sm_75"
     ) as told:
         choose_package(75, "cuda:sm_75", "bfloat16", full=None, rtx=RTX_VERSION, gpu=False)
-    assert "--dtype float16" in str(told.value.hint)
+    assert "--dtype float32" in str(told.value.hint)
     assert choose_package(75, "cuda:sm_75", "float16", full=None, rtx=RTX_VERSION, gpu=False) == RTX
     with pytest.raises(UnsupportedError, match="'float64' on cuda:sm_89: segments have no such dtype"):
         choose_package(89, "cuda:sm_89", "float64", full=None, rtx=RTX_VERSION, gpu=False)

@@ -10,7 +10,8 @@ from smollm2_shape import smollm2_module
 from tapeout.compiler.ir import Module, parse
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.regions import distinct_bodies, find_regions
-from tapeout.compiler.tensorrt.segments import covered_signatures, profiles_of
+from tapeout.compiler.tensorrt.segment_plan import covered_signatures
+from tapeout.compiler.tensorrt.segments import profiles_of
 from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.engine.program import TacticRange

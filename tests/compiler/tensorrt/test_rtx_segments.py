@@ -15,7 +15,8 @@ from smollm2_shape import smollm2_module
 from tapeout.compiler.ir import Module
 from tapeout.compiler.regions import distinct_bodies, find_regions
 from tapeout.compiler.tensorrt import segments as segments_module
-from tapeout.compiler.tensorrt.segments import SegmentPlan, build_segments
+from tapeout.compiler.tensorrt.segment_plan import SegmentPlan
+from tapeout.compiler.tensorrt.segments import build_segments
 from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.tensorrt.package import RTX

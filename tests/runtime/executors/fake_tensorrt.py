@@ -63,6 +63,9 @@ class FakeTensorRt:
             DynamicShapesKernelSpecializationStrategy=Specialization,
         )
 
+    def queued(self, call: Call) -> None:
+        """Told of every call when it is queued; a test may do something else."""
+
     def run(self, launched: Launched) -> Call:
         """What the GPU does when it comes to a call."""
         call = self.calls[int(launched.values[0])]
@@ -162,6 +165,7 @@ class Context:
         assert fake.cuda.holds(address)
         assert fake.cuda.holds(address + size - 1)
         call = Call(self._engine, self._profile, dict(self._shapes), dict(self._addresses), stream)
+        fake.queued(call)
         if fake.cuda._recording is None:
             fake.outside.append(call)
         else:

@@ -202,7 +202,7 @@ def main() -> None:
     timing._MAX_COPIES = timing._FIRST_CALLS = 2
     timing._REPLAYS = timing._MIN_REPLAYS = 1
     timing._GRAPH_US = worker._WARM_UP_US = 0.0
-    whole_step._MAX_TURNS, whole_step._ROUNDS, whole_step._MIN_ROUNDS = 2, 1, 1
+    whole_step._MAX_TURNS, timing._ROUNDS, timing._MIN_ROUNDS = 2, 1, 1
     gpu = driver.Device(0)
     for job in map(json.loads, sys.argv[1:]):
         SpoilingChecker.spoil = {int(c): how for c, how in job.get("spoil", {}).items()}

@@ -10,7 +10,8 @@ import pytest
 
 from tapeout.plugins.errors import EngineIncompatibleError, TapeoutError
 from tapeout.runtime.tactic_timer.pack import Pack, WholeStep
-from tapeout.runtime.tactic_timer.session import PackTimes, Result, StepResult, time_pack
+from tapeout.runtime.tactic_timer.results import PackTimes, Result, StepResult
+from tapeout.runtime.tactic_timer.session import time_pack
 
 Write = Callable[..., tuple[Path, Pack]]
 Worker = Callable[[str], tuple[str, ...]]

@@ -14,7 +14,7 @@ from tapeout.runtime.executors.cuda import driver
 from tapeout.runtime.executors.cuda.driver import Stream
 from tapeout.runtime.tactic_timer import device
 from tapeout.runtime.tactic_timer.device import Kernels, Memory, Products
-from tapeout.runtime.tactic_timer.operands import Shared
+from tapeout.runtime.tactic_timer.launching import Shared
 from tapeout.runtime.tactic_timer.pack import (
     DECODE,
     Cache,

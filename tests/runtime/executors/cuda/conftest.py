@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,12 +23,9 @@ PAGES = 8
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def engine_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = importlib.util.spec_from_file_location("tiny_models", Path(__file__).parents[3] / "models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    models = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(models)
+def engine_path(
+    request: pytest.FixtureRequest, models: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("cuda")
     options = BuildOptions(
         target="cuda:sm_90", dtype=request.param, max_batch_size=4, max_num_tokens=16, max_seq_len=64,

@@ -7,11 +7,11 @@ Runtime where a GPU would run it. What real TensorRT makes of it has not been ex
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from next_token import NextToken
 
 from tapeout.compiler.build import build
 from tapeout.compiler.options import BuildOptions
+from tapeout.compiler.tensorrt import choice
 from tapeout.compiler.tensorrt import segments as builder_side
 from tapeout.compiler.tensorrt.builder import Built
 from tapeout.plugins.errors import EngineIncompatibleError
@@ -43,13 +44,8 @@ PAGES, VERSION = 8, "1.7.1.116"
 
 
 @pytest.fixture(scope="module")
-def segment_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def segment_engine(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny float32 engine for sm_89 all of whose dense regions are segments, with two profiles."""
-    spec = importlib.util.spec_from_file_location("tiny_models", Path(__file__).parents[3] / "models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    models = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(models)
     folder = tmp_path_factory.mktemp("segments")
     options = BuildOptions(
         target="cuda:sm_89", dtype="float32", max_batch_size=4, max_num_tokens=16, max_seq_len=64,
@@ -57,7 +53,8 @@ def segment_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder_side, "FEW_ROWS", 4)
-        patch.setattr(builder_side, "installed_version", {RTX: VERSION}.get)
+        for module in (builder_side, choice):
+            patch.setattr(module, "installed_version", {RTX: VERSION}.get)
         patch.setattr(
             builder_side, "_build",
             lambda models, *rest: {n: Built(model, ("kgen made_up",), 0.0) for n, model in models.items()},
