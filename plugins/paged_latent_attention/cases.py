@@ -17,7 +17,7 @@ def _case(
     sequences: tuple[tuple[int, int], ...] = _MIXED,
     heads: int = 4,
     nope: int = 16,
-    rotary: int = 8,
+    rotary: int = 16,
     rank: int = 32,
     value: int = 16,
     window: int = 0,
