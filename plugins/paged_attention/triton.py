@@ -82,17 +82,19 @@ def attend(
 @triton.jit
 def alibi_slopes(slopes, heads, inside, ALIBI: tl.constexpr):
     """Slopes of the heads in units of log2; what stands for them where there are none."""
+    found = 0.0
     if ALIBI:
-        return tl.load(slopes + heads, mask=inside, other=0.0) * LOG2_E
-    return 0.0
+        found = tl.load(slopes + heads, mask=inside, other=0.0) * LOG2_E
+    return found
 
 
 @triton.jit
 def alibi_bias(slope, token, position, ALIBI: tl.constexpr):
     """What is added to scores: slope [M] times how far tokens [N] stand behind positions ([M] or one)."""
+    bias = 0.0
     if ALIBI:
-        return slope[:, None] * (token[None, :] - position).to(tl.float32)
-    return 0.0
+        bias = slope[:, None] * (token[None, :] - position).to(tl.float32)
+    return bias
 
 
 @triton.jit

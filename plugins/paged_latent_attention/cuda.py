@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tapeout.plugins.cpu import OpSignature
+from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, LaunchSpec
 from tapeout.plugins.triton_aot.elementwise_tactic import block_of
 from tapeout.plugins.triton_aot.tactic import (
@@ -55,6 +55,13 @@ class LatentAttention(TritonTactic):
             return "weights have another dtype than the queries"
         if target.kv_dtype not in ("", "float32", "bfloat16"):
             return f"no CUDA kernel for a cache of {target.kv_dtype}"
+        tile = self._heads_block(signature) + _stages(q) * _tokens(q)
+        line = max(16, power_of_two(rank)) + max(16, power_of_two(rotary))
+        needed = tile * line * (4 if q.dtype == "float32" else 2)
+        if needed > target.shared_bytes_per_block:
+            return (
+                f"needs {needed} bytes of shared memory, SM {target.sm} has {target.shared_bytes_per_block}"
+            )
         return super().unsupported(signature, target)
 
     def expected_us(self, signature: OpSignature, rows: int, target: CudaTarget) -> float:
@@ -185,7 +192,7 @@ class LatentAttention(TritonTactic):
         rank = int(latent.shape[1])
         return {
             "HEADS": int(q.shape[1]), "RANK": rank, "RANK_BLOCK": max(16, power_of_two(rank)),
-            "BLOCK_N": 32 if q.dtype == "bfloat16" else 16, "SPLITS": splits,
+            "BLOCK_N": _tokens(q), "SPLITS": splits,
             "WINDOW": int(signature.attrs["window"]) > 0,
         }  # fmt: skip
 
@@ -210,7 +217,7 @@ class LatentAttention(TritonTactic):
             constants,
             (GridDim(1), GridDim(0, head_blocks), GridDim(0, splits)),
             8 if heads_block * int(sizes["RANK_BLOCK"]) >= 8192 else 4,
-            2 if signature.inputs[0].dtype == "bfloat16" else 1,
+            _stages(signature.inputs[0]),
         )
 
     def _join(self, signature: OpSignature, known: dict[str, Argument], splits: int) -> LaunchSpec:
@@ -222,6 +229,16 @@ class LatentAttention(TritonTactic):
             sizes,
             (GridDim(1), GridDim(0, int(sizes["HEADS"]))),
         )
+
+
+def _tokens(q: TensorType) -> int:
+    """Of a tile of latents."""
+    return 32 if q.dtype == "bfloat16" else 16
+
+
+def _stages(q: TensorType) -> int:
+    """Tiles of latents that are on their way at once."""
+    return 2 if q.dtype == "bfloat16" else 1
 
 
 TACTICS: tuple[CudaTactic, ...] = (
