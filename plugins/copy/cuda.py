@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tapeout.plugins.cpu import OpSignature
+import math
+
+from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, LaunchSpec
 from tapeout.plugins.triton_aot.elementwise_tactic import Elementwise, block_of
 from tapeout.plugins.triton_aot.tactic import Argument, ceil_div, count_index, launch, pointer, step
@@ -13,9 +15,9 @@ class Copy(Elementwise):
     of groups."""
 
     def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
-        x, out = signature.inputs[0], signature.outputs[0]
-        if x.shape == out.shape and len(x.shape) == 4:
-            flat = type(x)(x.dtype, (x.shape[0], int(x.shape[1]) * int(x.shape[2]), x.shape[3]))
+        x = signature.inputs[0]
+        if len(x.shape) == 4:  # read and written an element at a time: only rows must be aligned
+            flat = TensorType(x.dtype, (x.shape[0], math.prod(map(int, x.shape[1:]))))
             signature = OpSignature("copy", (flat,), (), (flat,), signature.attrs)
         return super().unsupported(signature, target)
 
@@ -34,7 +36,7 @@ class Copy(Elementwise):
             pointer("out", out.dtype, Arg("output", 0)),
             step("counts"),
             *(
-                Argument(f"{name}_{part}", "i32", Arg(f"{role}_stride", 0, value=i))
+                Argument(f"{name}_{part}", "i32", Arg(f"{role}_stride", 0, value=i), aligned=i == 0)
                 for name, role in (("x", "input"), ("out", "output"))
                 for i, part in enumerate(("row", "group", "item"))
             ),

@@ -163,11 +163,11 @@ class PagedAttention(TritonTactic):
         )
 
     def _context_tile(self, signature: OpSignature) -> ContextTile:
-        """The tactic's tile, cut down to what registers hold for wide heads and float32."""
+        """The tactic's tile, cut down to what registers hold for wide heads, ALiBi and float32."""
         wide = int(signature.inputs[0].shape[2]) > 128
         if signature.inputs[0].dtype == "float32":
             return ContextTile(32, 32, 8 if wide else 4, 1)
-        return ContextTile(64, 32, 4, 2) if wide else self._tile
+        return ContextTile(64, 32, 4, 2) if wide or signature.attrs["alibi"] else self._tile
 
 
 class Tiled(PagedAttention):

@@ -42,6 +42,7 @@ def signatures() -> tuple[OpSignature, ...]:
         signature("add", (row, row), (row,)),
         signature("scale", (row,), (row,), attrs={"factor": 0.5}),
         signature("copy", (act(8, 128),), (act(8, 128),)),
+        signature("copy", (act(128, 2, 32),), (act(128, 2, 32),)),
         signature("activation", (row,), (row,), attrs={"kind": "gelu_tanh"}),
         signature("xielu", (row,), (row,), (one,) * 4),
         signature("mul_weight", (row,), (row,), gain),
