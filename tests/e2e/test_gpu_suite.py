@@ -131,7 +131,7 @@ def test_a_refused_family_that_builds_is_told(tmp_path: Path, monkeypatch: pytes
     "family", ["bloom", "deepseek_v3"]
 )  # ALiBi; latents, copies of nested groups, experts
 def test_an_engine_for_a_gpu_in_the_interpreter(family: str) -> None:
-    """Every launch of the engine's table, at its addresses and grids: the CPU engine's ids."""
+    """Every launch of the engine's table, at its addresses and grids: the CPU engine's logits."""
     paths = [str(_TESTS / folder) for folder in _FOLDERS]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpreted_families.py")), family],
