@@ -85,7 +85,7 @@ def _at(address: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def logits_of(engine: Path) -> list[np.ndarray]:
-    """Of a prompt that crosses a page beside a short one, of decoding both, and of a third prompt beside them."""
+    """Of a prompt that crosses a page beside a short one, of decoding both, and of a third beside them."""
     draw = np.random.default_rng(0)
     ids = [draw.integers(5, VOCAB_SIZE, n).tolist() for n in (18, 3, 5)]
     steps = (
