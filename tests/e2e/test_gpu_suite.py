@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +23,6 @@ from gpu_cases import Answer, differences
 from gpu_families import ANSWERS, FAMILIES, LIMITS, family_file, wrong_answers
 
 FAMILY = "qwen2"
-_TESTS = Path(__file__).parents[1]
-_FOLDERS = ("gpu", "plugins", "compiler", "runtime/executors")
 
 
 @pytest.fixture(scope="module")
@@ -125,21 +121,3 @@ def test_a_refused_family_that_builds_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(make_families, "REFUSED", {FAMILY: "no kernel"})
     made = make_families._make_part(FAMILY, "cpu", tmp_path, tmp_path / "work")
     assert f"{FAMILY} can be built for cpu" in made.problem
-
-
-@pytest.mark.parametrize(
-    "family", ["bloom", "deepseek_v3"]
-)  # ALiBi; latents, copies of nested groups, experts
-def test_an_engine_for_a_gpu_in_the_interpreter(family: str) -> None:
-    """Every launch of the engine's table, at its addresses and grids: the CPU engine's logits."""
-    paths = [str(_TESTS / folder) for folder in _FOLDERS]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpreted_families.py")), family],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *filter(None, sys.path)])},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {"family": family, "problems": []}
