@@ -283,8 +283,10 @@ def check_alignment(program: Program) -> None:
     for index, record in enumerate(program.records):
         for view in (*record.inputs, *record.outputs):
             start = offsets.get(view.buffer, 0) + view.offset * DTYPES[view.dtype][1]
-            # A vector's rows are single elements: kernels load them one by one.
-            rows_apart = len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in view.strides[:-1])
+            # A vector's rows are single elements: kernels load them one by one. So are those of groups of
+            # groups, whose only kernels are those of copies.
+            strides = view.strides[:1] if len(view.shape) > 3 else view.strides[:-1]
+            rows_apart = len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in strides)
             spread = view.strides[-1] != 1 and record.op != "copy"
             if start % 16 or rows_apart or spread:
                 problems.append(

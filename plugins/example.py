@@ -43,7 +43,7 @@ def example(signature: OpSignature, rows: int, *, seed: int = 0, logit_rows: int
         for name, kind in zip((n.rstrip("?") for n in schema.inputs), signature.inputs, strict=False)
     )
     weights = tuple(
-        _tensor(name, kind, concrete(kind, rows, chosen), 0, generator)
+        _tensor(name, kind, concrete(kind, rows, chosen), 0, generator, matrix=name in schema.matrices)
         for name, kind in zip((n.rstrip("?") for n in schema.weights), signature.weights, strict=False)
     )
     outputs = tuple(TensorType(t.dtype, concrete(t, rows, chosen)) for t in signature.outputs)
@@ -51,7 +51,13 @@ def example(signature: OpSignature, rows: int, *, seed: int = 0, logit_rows: int
 
 
 def _tensor(
-    name: str, kind: TensorType, shape: tuple[int, ...], limit: int, generator: torch.Generator
+    name: str,
+    kind: TensorType,
+    shape: tuple[int, ...],
+    limit: int,
+    generator: torch.Generator,
+    *,
+    matrix: bool = False,
 ) -> torch.Tensor:
     dtype = torch_dtype(kind.dtype)
     if name == "positions":
@@ -68,7 +74,7 @@ def _tensor(
     if name == "scale":
         return (torch.rand(shape, generator=generator) * 0.01 + 0.001).to(dtype)
     values = torch.randn(shape, generator=generator)
-    if name in ("weight", "up", "down") and len(shape) >= 2:
+    if matrix:
         values /= shape[-1] ** 0.5
     return values.to(dtype)
 

@@ -31,6 +31,8 @@ class OpSchema:
         step_inputs: step tensors the op reads beside its inputs (see `StepState`).
         latents: inputs that together are what the cache holds of a token, half of it in the place of the key
             and half in that of the value; () for ops that cache keys and values.
+        matrices: weights [..., K] that products sum over: random ones are made small enough that results stay
+            about as large as inputs.
         weights_if: optional weight (without "?") to the bool attribute that says whether it is there.
     """
 
@@ -42,6 +44,7 @@ class OpSchema:
     step_inputs: tuple[str, ...] = ()
     weights_if: Mapping[str, str] = field(default_factory=dict)
     latents: tuple[int, ...] = ()
+    matrices: tuple[str, ...] = ()
 
     @property
     def reads_cache(self) -> bool:

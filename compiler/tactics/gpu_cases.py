@@ -55,9 +55,7 @@ def operands(
             return Operand(kind.dtype, kind.shape, Content("integers", seed, high=limits[name]))
         if name in stored:
             return Operand(kind.dtype, kind.shape, Content("stored", start=stored[name]))
-        matrix = name == "weight" and len(kind.shape) == 2 and signature.op != "embedding"
-        matrices = len(kind.shape) == 3 and kind.shape[0] != signature.outputs[0].shape[0]  # of experts
-        deviation = int(kind.shape[-1]) ** -0.5 if matrix or matrices else 1.0
+        deviation = int(kind.shape[-1]) ** -0.5 if name in OPS[signature.op].matrices else 1.0
         return Operand(kind.dtype, kind.shape, Content("normal", seed, factor=factor_of(deviation)))
 
     inputs = tuple(map(made, input_names(signature), signature.inputs))
@@ -88,11 +86,11 @@ def cache_of(signature: OpSignature, target: CudaTarget) -> Cache | None:
     """The KV pool of an op that reads one."""
     if not OPS[signature.op].reads_cache:
         return None
-    k = signature.inputs[1]
-    dtype = target.kv_dtype or k.dtype
+    kv_heads, head_dim = OPS[signature.op].cache_shape([t.shape for t in signature.inputs])
+    dtype = target.kv_dtype or signature.inputs[1].dtype
     limit = cache_tolerance(signature.op, dtype)
     return Cache(
-        dtype, int(k.shape[1]), int(k.shape[2]), target.tokens_per_page,
+        dtype, kv_heads, head_dim, target.tokens_per_page,
         seed_of(f"{signature.key()} cache"), factor_of(1.0), limit.absolute, limit.relative,
     )  # fmt: skip
 

@@ -28,6 +28,8 @@ _SEQUENCES, _SEQUENCE_WORK = 4, 160 * 512  # sampled of a step; query rows times
 _MAX_WEIGHT_ELEMENTS = 1 << 26  # of an op that needs all of a weight for any element
 _MAX_GATHERED_ELEMENTS = 1 << 28  # of experts, of which a row needs its own alone
 _POOL_ROWS = 4
+_WHOLE_HINT = "say in the op's cases.py what an element depends on (SAMPLING)"
+_GATHERED_HINT = "one row alone takes that many: without --pack the op gets a default tactic"
 
 
 @dataclass(frozen=True)
@@ -235,9 +237,9 @@ class _Values:
             count = len(lines) * len(columns)
             if count > most_elements:
                 raise UnsupportedError(
-                    f"{self._entry.title()}: an element of the result takes {count:,} elements of an "
-                    f"operand, expected at most {most_elements:,}",
-                    hint="say in the op's cases.py what an element depends on (SAMPLING)",
+                    f"{self._entry.title()}: an element of the result takes {count:,} elements of {name}, "
+                    f"expected at most {most_elements:,}",
+                    hint=_GATHERED_HINT if gathered else _WHOLE_HINT,
                 )
             values = normals(content.seed, lines, columns, content.factor)
             made = torch.from_numpy(values).to(getattr(torch, operand.dtype))

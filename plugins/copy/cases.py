@@ -13,5 +13,5 @@ CASES = tuple(
         (1, 3, 40),
     )
     for dtype in TOLERANCE
-    for shape in (("T", 64), ("T", 77), ("T", 3, 40))
+    for shape in (("T", 64), ("T", 77), ("T", 3, 40), ("T", 2, 3, 16))
 )

@@ -5,4 +5,4 @@ x [..., K], weight [N, K], bias [N] (may be absent) -> out [..., N], all of one 
 
 from tapeout.plugins.op import OpSchema
 
-SCHEMA = OpSchema("linear", inputs=("x",), weights=("weight", "bias?"))
+SCHEMA = OpSchema("linear", inputs=("x",), weights=("weight", "bias?"), matrices=("weight",))

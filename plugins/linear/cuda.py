@@ -25,6 +25,7 @@ from tapeout.plugins.triton_aot.tactic import (
 )
 
 _MAX_FLOAT32_K = 32
+_FETCHED_K = 64  # columns of a bfloat16 weight that one fetch brings
 _AHEAD_K = 512  # columns of the weight that are asked for before a kernel's turn
 
 
@@ -88,7 +89,7 @@ class Skinny(LinearFamily):
     ) -> LaunchSpec:
         tile, block_t = self.tile, self._block_rows(rows)
         constants = {**self._constants(signature, parts), "SPLITS": tile.splits, "BLOCK_T": block_t}
-        constants["AHEAD"] = min(_AHEAD_K, power_of_two(parts.k))
+        constants["AHEAD"] = min(_AHEAD_K, max(_FETCHED_K, power_of_two(parts.k)))
         if parts.dtype == "float32":  # products on the ordinary units are unrolled
             constants["BLOCK_K"] = min(tile.k, _MAX_FLOAT32_K)
         return launch(

@@ -6,4 +6,4 @@ x [..., K], residual [..., N], weight [N, K], bias [N] (may be absent) -> out [.
 
 from tapeout.plugins.op import OpSchema
 
-SCHEMA = OpSchema("linear_add", inputs=("x", "residual"), weights=("weight", "bias?"))
+SCHEMA = OpSchema("linear_add", inputs=("x", "residual"), weights=("weight", "bias?"), matrices=("weight",))

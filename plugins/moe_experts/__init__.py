@@ -18,4 +18,5 @@ SCHEMA = OpSchema(
     weights=("up", "down", "up_bias?", "down_bias?"),
     attrs={"activation": str, "gated": bool, "has_bias": bool, "alpha": float, "limit": float},
     weights_if={"up_bias": "has_bias", "down_bias": "has_bias"},
+    matrices=("up", "down"),
 )

@@ -12,4 +12,5 @@ SCHEMA = OpSchema(
     inputs=("x",),
     weights=("norm_weight", "weight", "bias?"),
     attrs={"eps": float, "weight_offset": float, "cast_before_weight": bool, "activation": str},
+    matrices=("weight",),
 )

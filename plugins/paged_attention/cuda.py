@@ -8,6 +8,7 @@ from typing import Any
 
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import Arg, CudaTarget, GridDim, LaunchSpec
+from tapeout.plugins.paged_attention import SCHEMA
 from tapeout.plugins.triton_aot.elementwise_tactic import block_of
 from tapeout.plugins.triton_aot.tactic import (
     Argument,
@@ -60,8 +61,8 @@ class PagedAttention(TritonTactic):
             return f"head_dim {dim} is above {_MAX_HEAD_DIM}"
         if heads % kv_heads or heads // kv_heads > 128:
             return f"{heads} query heads do not fit {kv_heads} kv heads, or more than 128 share one"
-        if signature.attrs["alibi"]:
-            return "no CUDA kernel adds ALiBi to the scores"
+        if self.reads_rows and signature.attrs["alibi"]:
+            return "adds no ALiBi to the scores"
         tile = self._context_tile(signature)
         element_bytes = 4 if q.dtype == "float32" else 2
         needed = (2 * tile.stages * tile.n + tile.m) * power_of_two(dim) * element_bytes
@@ -87,20 +88,28 @@ class PagedAttention(TritonTactic):
             "HEADS": int(q.shape[1]), "KV_HEADS": int(k.shape[1]), "DIM": dim,
             "DIM_BLOCK": max(16, power_of_two(dim)), "PAGE": target.tokens_per_page,
             "WINDOW": int(signature.attrs["window"]) > 0, "SOFTCAP": float(signature.attrs["softcap"]) > 0,
-            "SINKS": len(signature.weights) > 0,
+            "SINKS": _weights(signature)[1] is not None,
         }  # fmt: skip
+
+    def _alibi(self, signature: OpSignature) -> dict[str, int | bool]:
+        """Constants of the kernels that know of ALiBi; without it their slopes are no argument."""
+        return {"ALIBI": True} if signature.attrs["alibi"] else {"ALIBI": False, "slopes": 0}
 
     def _arguments(self, signature: OpSignature, target: CudaTarget) -> dict[str, Argument]:
         """Every argument of every kernel by name."""
         q, k, v = signature.inputs
         out, attrs = signature.outputs[0], signature.attrs
         softcap, scale = float(attrs["softcap"]), float(attrs["scale"])
-        sinks = pointer("sinks", signature.weights[0].dtype, Arg("weight", 0)) if signature.weights else None
+        slopes, sinks = (
+            None if index is None else pointer(name, signature.weights[index].dtype, Arg("weight", index))
+            for name, index in zip(("slopes", "sinks"), _weights(signature), strict=True)
+        )
         arguments = [
             pointer("q", q.dtype, Arg("input", 0)),
             pointer("k", k.dtype, Arg("input", 1)),
             pointer("v", v.dtype, Arg("input", 2)),
             pointer("out", out.dtype, Arg("output", 0)),
+            *([slopes] if slopes else []),
             sinks or pointer("sinks", q.dtype, Arg("input", 0)),  # absent: never read
             *(step(n) for n in ("counts", "positions", "cu_q", "kv_lens", "row_seqs", "page_table")),
             pointer("kv_pool", target.kv_dtype or k.dtype, Arg("step", name="kv_pool")),
@@ -135,12 +144,13 @@ class PagedAttention(TritonTactic):
         tile = self._context_tile(signature)
         heads_block = _heads_block(sizes, tile)
         constants = {
-            **sizes, "HEADS_BLOCK": heads_block, "BLOCK_Q": tile.m // heads_block, "BLOCK_M": tile.m,
-            "BLOCK_N": tile.n, "SKIP_DECODE": skip_decode,
+            **sizes, **self._alibi(signature), "HEADS_BLOCK": heads_block, "BLOCK_Q": tile.m // heads_block,
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "SKIP_DECODE": skip_decode,
         }  # fmt: skip
         names = (
-            "q", "out", "sinks", "counts", "cu_q", "kv_lens", "row_seqs", "page_table", "kv_pool", "q_row",
-            "q_group", "out_row", "out_group", "scale", "softcap", "window", "layers", "layer", "max_pages",
+            "q", "out", "slopes", "sinks", "counts", "cu_q", "kv_lens", "row_seqs", "page_table", "kv_pool",
+            "q_row", "q_group", "out_row", "out_group", "scale", "softcap", "window", "layers", "layer",
+            "max_pages",
         )  # fmt: skip
         return launch(
             "paged_attention.triton:context",
@@ -153,11 +163,11 @@ class PagedAttention(TritonTactic):
         )
 
     def _context_tile(self, signature: OpSignature) -> ContextTile:
-        """The tactic's tile, cut down to what registers hold for wide heads and float32."""
+        """The tactic's tile, cut down to what registers hold for wide heads, ALiBi and float32."""
         wide = int(signature.inputs[0].shape[2]) > 128
         if signature.inputs[0].dtype == "float32":
             return ContextTile(32, 32, 8 if wide else 4, 1)
-        return ContextTile(64, 32, 4, 2) if wide else self._tile
+        return ContextTile(64, 32, 4, 2) if wide or signature.attrs["alibi"] else self._tile
 
 
 class Tiled(PagedAttention):
@@ -280,12 +290,13 @@ class Split(PagedAttention):
         block_n = self._block_n if signature.inputs[0].dtype == "bfloat16" else self._block_n // 2
         constants = {
             **sizes,
+            **self._alibi(signature),
             "GROUP_BLOCK": max(16, power_of_two(group)),
             "BLOCK_N": block_n,
             "SPLITS": splits,
         }
         names = (
-            "q", "out", "sinks", "partial", "partial_ml", "counts", "cu_q", "kv_lens", "row_seqs",
+            "q", "out", "slopes", "sinks", "partial", "partial_ml", "counts", "cu_q", "kv_lens", "row_seqs",
             "page_table", "kv_pool", "q_row", "q_group", "out_row", "out_group", "scale", "softcap", "window",
             "layers", "layer", "max_pages",
         )  # fmt: skip
@@ -394,7 +405,14 @@ def _heads_block(sizes: dict[str, Any], tile: ContextTile) -> int:
 
 
 def _pick(arguments: dict[str, Argument], names: tuple[str, ...]) -> list[Argument]:
-    return [arguments[name] for name in names]
+    """The arguments of a kernel in its order; slopes are one where there are some."""
+    return [arguments[name] for name in names if name != "slopes" or name in arguments]
+
+
+def _weights(signature: OpSignature) -> tuple[int | None, int | None]:
+    """Indices of slopes and sinks among the weights that are there."""
+    slopes, sinks = SCHEMA.place_weights(range(len(signature.weights)), signature.attrs)
+    return slopes, sinks
 
 
 _SAFE_TILE = ContextTile(64, 64, 4, 2)

@@ -56,14 +56,18 @@ def cached(
 @triton.jit
 def attend(
     q, m, total, acc, keys, values, visible, scale, softcap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    bias=0.0, ALIBI: tl.constexpr = False,
 ):  # fmt: skip
     """One step of the online softmax: q [M, D], keys and values [N, D], visible [M, N] where MASKED.
 
-    scale holds log2(e); with SOFTCAP, scale is over softcap and softcap holds log2(e).
+    scale holds log2(e); with SOFTCAP, scale is over softcap and softcap holds log2(e). With ALIBI, bias
+    [M, N] is added to the scores; it holds log2(e), too.
     """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if SOFTCAP:
         scores = softcap * tanh(scores)
+    if ALIBI:
+        scores += bias
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
     highest = tl.maximum(m, tl.max(scores, axis=1))
@@ -73,6 +77,24 @@ def attend(
     total = total * keep + tl.sum(p, axis=1)
     acc = tl.dot(p.to(values.dtype), values, acc * keep[:, None], input_precision="ieee")
     return highest, total, acc
+
+
+@triton.jit
+def alibi_slopes(slopes, heads, inside, ALIBI: tl.constexpr):
+    """Slopes of the heads in units of log2; what stands for them where there are none."""
+    found = 0.0
+    if ALIBI:
+        found = tl.load(slopes + heads, mask=inside, other=0.0) * LOG2_E
+    return found
+
+
+@triton.jit
+def alibi_bias(slope, token, position, ALIBI: tl.constexpr):
+    """What is added to scores: slope [M] times how far tokens [N] stand behind positions ([M] or one)."""
+    bias = 0.0
+    if ALIBI:
+        bias = slope[:, None] * (token[None, :] - position).to(tl.float32)
+    return bias
 
 
 @triton.jit
@@ -110,11 +132,11 @@ def decode_row(row, counts, cu_q, kv_lens, row_seqs):
 
 @triton.jit
 def decode_range(
-    q, out, sinks, partial, partial_ml, row, seq, slot, kv_head, split, begin, end, kv_len, page_table,
-    kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
+    q, out, slopes, sinks, partial, partial_ml, row, seq, slot, kv_head, split, begin, end, kv_len,
+    page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """One row's query heads of a kv head over the tokens [begin, end).
 
@@ -132,6 +154,7 @@ def decode_range(
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
     acc = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
     pages = page_table + seq * max_pages
+    slope = alibi_slopes(slopes, heads, local < GROUP, ALIBI)
     for start in range(begin, end, BLOCK_N):
         token = start + tl.arange(0, BLOCK_N)
         at, there = cached(kv_pool, pages, token, kv_len, layers, layer, kv_head, d, KV_HEADS, DIM, PAGE)
@@ -141,8 +164,9 @@ def decode_range(
         if WINDOW:
             visible = visible & (token >= kv_len - window)
         m, total, acc = attend(
-            queries, m, total, acc, keys, values, visible[None, :], scale, softcap, SOFTCAP, True
-        )
+            queries, m, total, acc, keys, values, visible[None, :], scale, softcap, SOFTCAP, True,
+            alibi_bias(slope, token, kv_len - 1, ALIBI), ALIBI,
+        )  # fmt: skip
     if SPLITS > 1:
         at_split = (slot.to(tl.int64) * HEADS + heads) * SPLITS + split
         tl.store(partial + at_split[:, None] * DIM + d[None, :], acc, mask=inside)
@@ -158,11 +182,12 @@ def decode_range(
 
 @triton.jit
 def decode(
-    q, out, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
+    q, out, slopes, sinks, partial, partial_ml, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
     q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of sequences with one row; others are left to `context`. Grid (rows, kv heads, splits)."""
     let_next_start(OVERLAP)
@@ -175,19 +200,21 @@ def decode(
     if begin >= end:
         return
     decode_range(
-        q, out, sinks, partial, partial_ml, row, seq, row, kv_head, split, begin, end, kv_len, page_table,
-        kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
-        HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, SPLITS, WINDOW, SOFTCAP, SINKS,
+        q, out, slopes, sinks, partial, partial_ml, row, seq, row, kv_head, split, begin, end, kv_len,
+        page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer,
+        max_pages, HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, SPLITS, WINDOW, SOFTCAP,
+        SINKS, ALIBI,
     )  # fmt: skip
 
 
 @triton.jit
 def decode_sequences(
-    q, out, sinks, partial, partial_ml, counts, cu_q, kv_lens, page_table, kv_pool,
+    q, out, slopes, sinks, partial, partial_ml, counts, cu_q, kv_lens, page_table, kv_pool,
     q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """`decode` for steps that mostly have longer rows. Grid (few, kv heads, splits).
 
@@ -206,10 +233,10 @@ def decode_sequences(
             begin, end = split_bounds(kv_len, split, window, SPLITS, WINDOW, BLOCK_N)
             if (tl.load(cu_q + first + 1) - row == 1) & (begin < end):
                 decode_range(
-                    q, out, sinks, partial, partial_ml, row, first, first, kv_head, split, begin, end, kv_len,
-                    page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers,
-                    layer, max_pages, HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, SPLITS,
-                    WINDOW, SOFTCAP, SINKS,
+                    q, out, slopes, sinks, partial, partial_ml, row, first, first, kv_head, split, begin, end,
+                    kv_len, page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window,
+                    layers, layer, max_pages, HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N,
+                    SPLITS, WINDOW, SOFTCAP, SINKS, ALIBI,
                 )  # fmt: skip
     else:
         for seq in range(first * SPLITS + split, count, few * SPLITS):
@@ -218,10 +245,10 @@ def decode_sequences(
                 kv_len = tl.load(kv_lens + seq)
                 begin, end = split_bounds(kv_len, 0, window, 1, WINDOW, BLOCK_N)
                 decode_range(
-                    q, out, sinks, partial, partial_ml, row, seq, seq, kv_head, 0, begin, end, kv_len,
+                    q, out, slopes, sinks, partial, partial_ml, row, seq, seq, kv_head, 0, begin, end, kv_len,
                     page_table, kv_pool, q_row, q_group, out_row, out_group, scale, softcap, window, layers,
                     layer, max_pages, HEADS, KV_HEADS, DIM, DIM_BLOCK, PAGE, GROUP_BLOCK, BLOCK_N, 1,
-                    WINDOW, SOFTCAP, SINKS,
+                    WINDOW, SOFTCAP, SINKS, ALIBI,
                 )  # fmt: skip
 
 
@@ -302,9 +329,10 @@ def all_decode(first, last, first_seq, last_seq, cu_q):
 
 @triton.jit
 def context_range(
-    queries, m, total, acc, low, high, position, kv_pool, pages, kv_len, scale, softcap, window, layers,
-    layer, kv_head, d, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    queries, m, total, acc, low, high, position, slope, kv_pool, pages, kv_len, scale, softcap, window,
+    layers, layer, kv_head, d, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Attend over the blocks of tokens in [low, high)."""
     kind: tl.constexpr = queries.dtype
@@ -316,18 +344,21 @@ def context_range(
         visible = token[None, :] <= position[:, None]
         if WINDOW:
             visible = visible & (token[None, :] > position[:, None] - window)
-        m, total, acc = attend(queries, m, total, acc, keys, values, visible, scale, softcap, SOFTCAP, MASKED)
+        m, total, acc = attend(
+            queries, m, total, acc, keys, values, visible, scale, softcap, SOFTCAP, MASKED,
+            alibi_bias(slope, token, position[:, None], ALIBI), ALIBI,
+        )  # fmt: skip
     return m, total, acc
 
 
 @triton.jit
 def context(
-    q, out, sinks, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
+    q, out, slopes, sinks, counts, cu_q, kv_lens, row_seqs, page_table, kv_pool,
     q_row, q_group, out_row, out_group, scale, softcap, window, layers, layer, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SKIP_DECODE: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIBI: tl.constexpr, SKIP_DECODE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_Q packed rows by HEADS_BLOCK heads of one kv head a block. Grid (row blocks, head blocks).
 
@@ -357,6 +388,7 @@ def context(
         mask=real[:, None] & (d < DIM)[None, :], other=0.0,
     )  # fmt: skip
     target = out + (row64 * out_row + head * out_group)[:, None] + d[None, :]
+    slope = alibi_slopes(slopes, head, real, ALIBI)
     for seq in range(first_seq, last_seq + 1):
         start_row, end_row = tl.load(cu_q + seq), tl.load(cu_q + seq + 1)
         if not SKIP_DECODE or end_row - start_row > 1:
@@ -377,12 +409,14 @@ def context(
                 middle = tl.maximum(first, start_row) + shift + 1
                 middle = middle // BLOCK_N * BLOCK_N
             m, total, acc = context_range(
-                queries, m, total, acc, low, middle, position, kv_pool, pages, kv_len, scale, softcap, window,
-                layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, False,
+                queries, m, total, acc, low, middle, position, slope, kv_pool, pages, kv_len, scale, softcap,
+                window, layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, False,
+                ALIBI,
             )  # fmt: skip
             m, total, acc = context_range(
-                queries, m, total, acc, middle, high, position, kv_pool, pages, kv_len, scale, softcap,
+                queries, m, total, acc, middle, high, position, slope, kv_pool, pages, kv_len, scale, softcap,
                 window, layers, layer, kv_head, d, KV_HEADS, DIM, PAGE, BLOCK_N, WINDOW, SOFTCAP, True,
+                ALIBI,
             )  # fmt: skip
             if SINKS:
                 total, keep = add_sinks(m, total, sinks, head, mine)

@@ -14,4 +14,5 @@ SCHEMA = OpSchema(
     attrs={"layer": int, "scale": float, "window": int},
     step_inputs=("kv_pool", "page_table", "cu_q", "kv_lens"),
     latents=(2, 3),
+    matrices=("up_key", "up_value"),
 )

@@ -149,7 +149,7 @@ def _made(
         values = torch.randn(shape, dtype=dtype, **options)
         if name == "inv_freq":
             values = 10000.0 ** (-torch.arange(shape[0], device=generator.device) / shape[0])
-        elif name in ("weight", "up", "down") and len(shape) >= 2:
+        elif name in OPS[signature.op].matrices:
             values /= shape[-1] ** 0.5
         made.append(values)
     return tuple(made)

@@ -76,6 +76,25 @@ def copy(
 
 
 @triton.jit
+def copy_nested(
+    x, out, counts, x_row, x_group, x_item, out_row, out_group, out_item, x_step,
+    COUNT: tl.constexpr, GROUPS: tl.constexpr, ITEMS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`copy` of rows x groups x items x dim."""
+    T = take_turn(counts, COUNT, OVERLAP)
+    row = tl.program_id(0)
+    if row >= T:
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < GROUPS * ITEMS * DIM
+    group, item, d = columns // (ITEMS * DIM), columns // DIM % ITEMS, columns % DIM
+    row64 = row.to(tl.int64)
+    value = tl.load(x + row64 * x_row + group * x_group + item * x_item + d * x_step, mask=inside)
+    tl.store(out + row64 * out_row + group * out_group + item * out_item + d, value, mask=inside)
+
+
+@triton.jit
 def gather(
     ids, table, out, counts, table_row, out_row,
     COUNT: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Tactics of the ops whose output elements depend on one element of each input."""
+"""Tactics of the ops whose output elements depend on one element of each input, and on small weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Elementwise(TritonTactic):
     """One block per row and 1,024 elements of it.
 
     Args:
-        op_name: the op. kernel: "module:function"; it takes the operands, `counts`, float32
+        op_name: the op. kernel: "module:function"; it takes the operands, `weights`, `counts`, float32
             scalars (`scalars`: attribute to argument name), then the strides of every operand.
         constants: further constants; `attr_constants` maps constant to attribute.
+        weights: argument names of the op's weights.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Elementwise(TritonTactic):
         scalars: dict[str, str] | None = None,
         constants: dict[str, str] | None = None,
         attr_constants: dict[str, str] | None = None,
+        weights: tuple[str, ...] = (),
     ) -> None:
         super().__init__(op_name)
-        self._kernel, self._names = kernel, names
+        self._kernel, self._names, self._weights = kernel, names, weights
         self._scalars, self._constants, self._attr_constants = (
             scalars or {},
             constants or {},
@@ -61,12 +63,20 @@ class Elementwise(TritonTactic):
         """Of every operand."""
         return [a for operand in self._operands(signature) for a in strides(*operand)]
 
+    def more_constants(self, signature: OpSignature) -> dict[str, int]:
+        """Constants that follow the shapes of weights."""
+        return {}
+
     def launches(self, signature: OpSignature, rows: int, target: CudaTarget) -> tuple[LaunchSpec, ...]:
         out = signature.outputs[0]
         groups, dim = groups_and_dim(out)
         block, warps = block_of(groups * dim)
         operands = self._operands(signature)
         arguments = [pointer(name, kind.dtype, Arg(role, i)) for name, kind, role, i in operands]
+        arguments += [
+            pointer(name, kind.dtype, Arg("weight", i))
+            for i, (name, kind) in enumerate(zip(self._weights, signature.weights, strict=True))
+        ]
         arguments.append(step("counts"))
         arguments += [
             Argument(name, "fp32", Arg("f32", value=float(signature.attrs[attr])))
@@ -76,6 +86,7 @@ class Elementwise(TritonTactic):
         constants = {
             "COUNT": count_index(signature), "GROUPS": groups, "DIM": dim, "BLOCK": block, **self._constants,
             **{name: signature.attrs[attr] for name, attr in self._attr_constants.items()},
+            **self.more_constants(signature),
         }  # fmt: skip
         grid = (GridDim(1), GridDim(0, ceil_div(groups * dim, block)))
         return (launch(self._kernel, arguments, constants, grid, warps),)

@@ -19,6 +19,7 @@ from tapeout.plugins.cpu import OpSignature, StepState, TensorType
 from tapeout.plugins.cuda import CudaTarget
 from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.reference import bind_reference
+from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.tactic_check.hashed import integers, normals
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Cache, Entry, Operand
@@ -143,11 +144,19 @@ def case_of(op: str, words: str, dtype: str) -> OpSignature:
         ("rope_attention", "bfloat16", "decode"),
         ("rope_attention", "float32", "sinks, window"),
         ("paged_attention", "float32", ""),
+        ("paged_attention", "float32", "ALiBi"),
+        ("paged_latent_attention", "float32", "mixed"),
+        ("paged_latent_attention", "bfloat16", "20 heads"),
+        ("mul_weight", "bfloat16", "by 64"),
+        ("xielu", "float32", ""),
     ],
 )
 def test_samples_are_elements_of_the_whole_result(op: str, dtype: str, words: str) -> None:
     types = case_of(op, words, dtype)
-    kinds = [("mixed", 8)] + ([("mixed", 64), ("decode", 4)] if "attention" in op else [])
+    kinds = [("mixed", 8)]
+    if "attention" in op:
+        kinds.append(("mixed", 64))
+        kinds += [("decode", 4)] if any(t.decode_only for t in cuda_tactics(op)) else []
     for kind, rows in kinds:
         for held, wanted in samples_and_whole(types, kind, rows):
             # A product over fewer columns may add up in another order.
@@ -167,8 +176,9 @@ def test_of_experts_those_of_a_row_are_made(monkeypatch: pytest.MonkeyPatch) -> 
         entry, _ = packed(types, "mixed", 64)
         assert len(entry.samples[0].rows) == rows
     monkeypatch.setattr(gpu_expected, "_MAX_GATHERED_ELEMENTS", a_row // chosen - 1)
-    with pytest.raises(UnsupportedError, match="expected at most"):
+    with pytest.raises(UnsupportedError, match="of up, expected at most") as refused:
         packed(types, "mixed", 64)
+    assert "one row alone takes that many" in refused.value.hint
 
 
 def test_a_weight_is_never_made_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +206,6 @@ def test_a_weight_is_never_made_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_op_that_needs_all_of_a_large_weight_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_expected, "_MAX_WEIGHT_ELEMENTS", 1000)
     monkeypatch.setattr(gpu_expected, "sampling", lambda op: Sampling())
-    with pytest.raises(UnsupportedError, match=r"takes 6,144 elements of an operand, expected at most 1,000"):
+    with pytest.raises(UnsupportedError, match="takes 6,144 elements of weight, expected") as refused:
         packed(case_of("linear_add", "96x64", "float32"), "mixed", 8)
+    assert "SAMPLING" in refused.value.hint

@@ -65,11 +65,11 @@ def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
-def bundle(report: Callable[[str], None]) -> Bundle:
+def bundle(report: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The bundle, made for this machine's GPU."""
     from tapeout.runtime.executors.cuda.driver import open_device
 
-    found = gpu_bundle.open_bundle(gpu_bundle.folder())
+    found = gpu_bundle.open_bundle(gpu_bundle.folder(), tmp_path_factory.mktemp("engines"))
     if found is None:
         pytest.fail(f"no bundle in {gpu_bundle.folder()}; {_HINT}", pytrace=False)
     gpu = open_device(0).facts

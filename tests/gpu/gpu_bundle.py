@@ -1,7 +1,9 @@
 """What a bundle holds, for its maker and for the tests: names of files, and the facts beside them.
 
 bundle.json                     target, SM, digest of the code it was made with
+engines.tar.xz                  all engines: kernels that many have travel once
 MODEL.engine MODEL.json         tiny float32 models: an engine, the CPU engine's answers
+family_NAME.engine families.json   the same of the families of `tapeout models`, see gpu_families.py
 invariant.engine                bfloat16, --batch-invariant
 cublaslt.engine cublaslt.json   bfloat16, all products by cuBLASLt, their algorithms left open; CPU logits
 other_sm.engine huge.engine     must be refused: for another SM; with an arena no GPU has room for
@@ -14,8 +16,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +68,34 @@ def folder() -> Path:
     return Path(os.environ.get("TAPEOUT_GPU_BUNDLE") or ROOT / "build" / "gpu-bundle")
 
 
+ENGINES = "engines.tar.xz"
+#: Equal kernels of engines that are far apart in the archive are found within so many bytes.
+_WINDOW_BYTES = 64 << 20
+
+
+def pack_engines(engines: Iterable[Path], archive: Path) -> None:
+    """Write an archive of engines, the same bytes for the same engines."""
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": _WINDOW_BYTES}]
+    unfinished = archive.with_name(f"{archive.name}.unfinished")
+    with (
+        lzma.open(unfinished, "wb", filters=filters) as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
+        for path in sorted(engines):
+            member = tarfile.TarInfo(path.name)
+            member.size = path.stat().st_size
+            with path.open("rb") as file:
+                tar.addfile(member, file)
+    unfinished.rename(archive)
+
+
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was made."""
+    """A bundle that was made, its engines unpacked into a folder that tests may write to."""
 
     folder: Path
     facts: dict[str, Any]
+    engines: Path
 
     @property
     def sm(self) -> int:
@@ -81,21 +107,27 @@ class Bundle:
         return bool(self.facts["code"] != code_digest())
 
     def path(self, name: str) -> Path:
-        return self.folder / name
+        return (self.engines if name.endswith(".engine") else self.folder) / name
 
     def json(self, name: str) -> Any:
         return json.loads(self.path(name).read_text())
 
 
-def open_bundle(at: Path) -> Bundle | None:
-    """The bundle in a folder, None when there is none."""
+def open_bundle(at: Path, engines: Path) -> Bundle | None:
+    """The bundle in a folder, None when there is none; its engines are unpacked into `engines`."""
     index = at / "bundle.json"
-    return Bundle(at, json.loads(index.read_text())) if index.is_file() else None
+    if not index.is_file():
+        return None
+    with tarfile.open(at / ENGINES) as tar:
+        tar.extractall(engines, filter="data")
+    return Bundle(at, json.loads(index.read_text()), engines)
 
 
 def code_digest(wanted: Callable[[str], bool] = lambda path: True) -> str:
     """SHA-256 over the sources of the package, and of this folder's cases, whose paths are `wanted`."""
-    files = [p for name in FOLDERS for p in (ROOT / name).rglob("*") if p.suffix in {".py", ".c", ".h"}]
+    files = [
+        p for name in FOLDERS for p in (ROOT / name).rglob("*") if p.suffix in {".py", ".c", ".h", ".toml"}
+    ]
     files += [ROOT / "tests" / "models.py", *(Path(__file__).with_name(n) for n in _OWN)]
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -105,7 +137,7 @@ def code_digest(wanted: Callable[[str], bool] = lambda path: True) -> str:
     return digest.hexdigest()
 
 
-_OWN = ("gpu_bundle.py", "gpu_cases.py", "make_bundle.py")
+_OWN = ("gpu_bundle.py", "gpu_cases.py", "gpu_families.py", "make_bundle.py", "make_families.py")
 
 
 # ---- SmolLM2, which travels beside the bundle ---------------------------------------------------

@@ -21,6 +21,8 @@ VOCAB_SIZE = 300  # of tests/models.py
 #: Build options of tiny engines: prompts cross pages, steps and windows soon.
 LIMITS = {"max_batch_size": 6, "max_num_tokens": 96, "max_seq_len": 256, "tokens_per_page": 16}
 WINDOW = 16
+#: Of the sum over a request's ids: float32 sums in another order.
+LOGPROB_TOLERANCE = 2e-3
 
 CONTEXT, MIXED, DECODE = "context", "mixed", "decode"
 
@@ -211,6 +213,34 @@ def stream_joining(
     if errors:
         raise errors[0]
     return answers
+
+
+def differences(got: Sequence[Sequence[Answer]], wanted: Sequence[Sequence[Answer]]) -> list[str]:
+    """What is wrong with answers, a line each."""
+    problems = []
+    for r, (row, wanted_row) in enumerate(zip(got, wanted, strict=True)):
+        for i, (answer, want) in enumerate(zip(row, wanted_row, strict=True)):
+            where = f"round {r}, request {i}:"
+            if answer.ids != want.ids:
+                problems.append(f"{where} {_first(answer.ids, want.ids)}")
+                continue
+            if answer.reason != want.reason:
+                problems.append(f"{where} ends with {answer.reason}, expected {want.reason}")
+            if not _close(answer.logprob, want.logprob):
+                problems.append(f"{where} log probability {answer.logprob}, expected {want.logprob}")
+    return problems
+
+
+def _close(got: float | None, wanted: float | None) -> bool:
+    """Not a number is close to nothing."""
+    if got is None or wanted is None:
+        return got is wanted
+    return abs(got - wanted) <= LOGPROB_TOLERANCE
+
+
+def _first(got: Sequence[int], wanted: Sequence[int]) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), len(got))
+    return f"from token {at} on {got[at : at + 4]}, expected {wanted[at : at + 4]}"
 
 
 def kind_of(record: Any) -> str:

@@ -25,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gpu_bundle
-from gpu_bundle import DTYPES, NEW_TOKENS, ROOT, SMALL, TINY, WIDE, code_digest
+from gpu_bundle import DTYPES, ENGINES, NEW_TOKENS, ROOT, SMALL, TINY, WIDE, code_digest, pack_engines
 from gpu_cases import CASES, LIMITS, PAGES, kind_of, logits_of_steps, run_case, to_json
+from gpu_families import ANSWERS, FAMILIES, REFUSED, family_file
+from make_families import build_tiny, make_families, part_of
 
 from tapeout.runtime import LLM, SamplingParams
 from tapeout.runtime.engine import open_engine
@@ -47,6 +49,8 @@ SAMPLED = {
     "chat": {"temperature": 0.7, "min_p": 0.05, "seed": 3},
     "page": {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "seed": 4},
 }
+#: Parts that are joined into one file, or only say that something was checked.
+_STAYS = ("family_", "refused_")
 #: Sources that say nothing of what a CPU engine answers.
 _GPU_ONLY = ("cli/", "plugins/triton_aot/", "plugins/tactic_check/", "runtime/bench/",
              "runtime/tactic_timer/", "runtime/executors/cuda/", "compiler/tactics/gpu_")  # fmt: skip
@@ -68,7 +72,9 @@ class Maker:
         from tapeout.compiler.targets import cuda_target
 
         self.target, self.sm = target, cuda_target(target).sm
-        self.folder = gpu_bundle.folder()
+        self.bundle, self.folder = gpu_bundle.folder(), WORK / "parts"
+        stamps = WORK / "stamps.json"
+        self.stamps: dict[str, str] = json.loads(stamps.read_text()) if stamps.is_file() else {}
         self.models = load_module(ROOT / "tests" / "models.py")
         self.gguf = self.models.smollm2_gguf()
         versions = [importlib.metadata.version(n) for n in ("torch", "transformers", "triton")]
@@ -166,7 +172,7 @@ class Maker:
         self.build(self.tiny("llama"), self.folder / "other_sm.engine", other, "float32")
 
     def huge(self) -> None:
-        model = self.tiny("llama", num_hidden_layers=2, intermediate_size=8192)
+        model = self.tiny("llama", num_hidden_layers=2, intermediate_size=2048)
         self.build(model, self.folder / "huge.engine", self.target, "float32", **HUGE)
 
     def pack(self, dtype: str) -> None:
@@ -199,17 +205,12 @@ class Maker:
         write_pack(file, self.folder / f"{dtype}.pack")
 
     def build(self, model: str, path: Path, target: str, dtype: str, **changes: Any) -> None:
-        from tapeout.compiler.build import build
-
-        build(model, path, self.options(target, dtype, **changes))
-        report = path.with_name(f"{path.name}.report.json")
-        report.unlink()
+        build_tiny(model, path, target, WORK / "timings.json", dtype=dtype, **{**LIMITS, **changes})
 
     def options(self, target: str, dtype: str, **changes: Any) -> Any:
         from tapeout.compiler.options import BuildOptions
 
-        cache = WORK / "timings.json" if target == "cpu" else None
-        given = {**LIMITS, "target": target, "dtype": dtype, "timing_cache": cache, "verify": False}
+        given = {**LIMITS, "target": target, "dtype": dtype, "timing_cache": None, "verify": False}
         return BuildOptions(**{**given, **changes})
 
     # ---- SmolLM2 --------------------------------------------------------------------------
@@ -263,35 +264,66 @@ class Maker:
         (self.folder / name).write_text(json.dumps(value))
 
     def run(self) -> None:
-        """Make what is missing or out of date, and the index."""
+        """Make the parts that are missing or out of date, and the bundle of them all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        WORK.mkdir(parents=True, exist_ok=True)
-        (self.folder / "bundle.json").unlink(missing_ok=True)  # the last file to appear
-        stamps_file = WORK / "stamps.json"
-        stamps: dict[str, str] = json.loads(stamps_file.read_text()) if stamps_file.is_file() else {}
+        self.bundle.mkdir(parents=True, exist_ok=True)
         items = list(self.items())
-        for item in items:
-            there = all((self.folder / name).is_file() for name in item.outputs)
-            if there and all(stamps.get(name) == item.key for name in item.outputs):
+        families = {name: self.family_parts(name) for name in (*FAMILIES, *REFUSED)}
+        stale = [name for name, outputs in families.items() if self.begin(outputs, self.all_key)]
+        failed = []
+        for made in make_families(stale, self.target, self.folder, WORK / "families"):
+            if made.problem:
+                failed.append(f"{made.name}: {made.problem}")
                 continue
-            start = time.monotonic()
-            for name in item.outputs:
-                (self.folder / name).unlink(missing_ok=True)
-            item.make()
-            stamps.update(dict.fromkeys(item.outputs, item.key))
-            stamps_file.write_text(json.dumps(stamps, indent=1))
-            print(f"made {', '.join(item.outputs)}  {time.monotonic() - start:.1f} s", flush=True)
-        kept = {name for item in items for name in item.outputs}
-        for path in self.folder.iterdir():
-            if path.name not in kept:
-                path.unlink()
+            self.finish(families[made.name], self.all_key, made.seconds)
+        if failed:
+            sys.exit("\n".join([*failed, f"{len(failed)} families could not be made"]))
+        for item in items:
+            if self.begin(item.outputs, item.key):
+                start = time.monotonic()
+                item.make()
+                self.finish(item.outputs, item.key, time.monotonic() - start)
+        parts = [name for outputs in (*families.values(), *(i.outputs for i in items)) for name in outputs]
         index = {
             "target": self.target,
             "sm": self.sm,
             "code": self.code,
             "smollm2_bytes": self.gguf.stat().st_size,
+            "parts": digest([self.stamps[name] for name in sorted(parts)]),
         }
-        self.write_json("bundle.json", index)
+        bundled = self.bundle / "bundle.json"
+        if not bundled.is_file() or json.loads(bundled.read_text()) != index:
+            self.publish(sorted(parts), index)
+
+    def family_parts(self, name: str) -> tuple[str, ...]:
+        return (part_of(name),) if name in REFUSED else (part_of(name), family_file(name).engine)
+
+    def begin(self, outputs: tuple[str, ...], key: str) -> bool:
+        """Whether parts must be made; what is there of them is out of date then, and goes."""
+        there = all((self.folder / name).is_file() for name in outputs)
+        if there and all(self.stamps.get(name) == key for name in outputs):
+            return False
+        (self.bundle / "bundle.json").unlink(missing_ok=True)
+        for name in outputs:
+            (self.folder / name).unlink(missing_ok=True)
+        return True
+
+    def finish(self, outputs: tuple[str, ...], key: str, seconds: float) -> None:
+        self.stamps.update(dict.fromkeys(outputs, key))
+        (WORK / "stamps.json").write_text(json.dumps(self.stamps, indent=1))
+        print(f"made {', '.join(outputs)}  {seconds:.1f} s", flush=True)
+
+    def publish(self, parts: list[str], index: dict[str, Any]) -> None:
+        """Replace the bundle by one of these parts; its index is the last file to appear."""
+        for path in self.bundle.iterdir():
+            path.unlink()
+        pack_engines([self.folder / n for n in parts if n.endswith(".engine")], self.bundle / ENGINES)
+        families = {n: json.loads((self.folder / f"family_{n}.json").read_text()) for n in FAMILIES}
+        (self.bundle / ANSWERS).write_text(json.dumps(families))
+        for name in parts:
+            if not name.endswith(".engine") and not name.startswith(_STAYS):
+                shutil.copyfile(self.folder / name, self.bundle / name)
+        (self.bundle / "bundle.json").write_text(json.dumps(index))
 
 
 def is_packed(model: str, op: str, rows: int) -> bool:
@@ -333,8 +365,8 @@ def main() -> None:
     parser.add_argument("--target", default="cuda:sm_90", help="target of its engines [default: cuda:sm_90]")
     maker = Maker(parser.parse_args().target)
     maker.run()
-    sizes = [path.stat().st_size for path in maker.folder.iterdir()]
-    print(f"{maker.folder}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, for {maker.target}")
+    sizes = [path.stat().st_size for path in maker.bundle.iterdir()]
+    print(f"{maker.bundle}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, for {maker.target}")
     print(f"take along: this checkout, that folder, and {maker.gguf}")
     print("as build/gpu-model/model.gguf (whole, or in parts model.gguf.partaa, ...); then `make test-gpu`")
 

@@ -36,12 +36,16 @@ def signatures() -> tuple[OpSignature, ...]:
     norm: dict[str, AttrValue] = {"eps": 1e-5, "weight_offset": 0.0, "cast_before_weight": True}
     attention: dict[str, AttrValue] = {"layer": 0, "scale": 0.1, "window": 0, "softcap": 0.0, "alibi": False}
     ids, row, gain = TensorType("int32", ("T",)), act(4096), (TensorType("bfloat16", (4096,)),)
+    one, slopes = TensorType("bfloat16", (1,)), TensorType("float32", (32,))
     return (
         signature("embedding", (ids,), (row,), (TensorType("bfloat16", (128256, 4096)),)),
         signature("add", (row, row), (row,)),
         signature("scale", (row,), (row,), attrs={"factor": 0.5}),
         signature("copy", (act(8, 128),), (act(8, 128),)),
+        signature("copy", (act(128, 2, 32),), (act(128, 2, 32),)),
         signature("activation", (row,), (row,), attrs={"kind": "gelu_tanh"}),
+        signature("xielu", (row,), (row,), (one,) * 4),
+        signature("mul_weight", (row,), (row,), gain),
         signature("gated_activation", (act(28672),), (act(14336),), attrs={"activation": "silu"}),
         signature("rms_norm", (row,), (row,), gain, norm),
         signature("add_rms_norm", (row, row), (row, row), gain, norm),
@@ -67,6 +71,12 @@ def signatures() -> tuple[OpSignature, ...]:
                   {**norm, "activation": "silu"}),
         signature("linear_add", (act(14336), row), (row,), (TensorType("bfloat16", (4096, 14336)),)),
         signature("paged_attention", (act(32, 128), *[act(8, 128)] * 2), (act(32, 128),), attrs=attention),
+        signature("paged_attention", (act(32, 128), *[act(8, 128)] * 2), (act(32, 128),), (slopes,),
+                  {**attention, "alibi": True}),
+        # Of DeepSeek V3's shape.
+        signature("paged_latent_attention", (act(128, 128), act(128, 64), act(512), act(64)),
+                  (act(128, 128),), (TensorType("bfloat16", (128, 128, 512)),) * 2,
+                  {"layer": 0, "scale": 0.1, "window": 0}),
         signature("rope_attention", (act(32, 128), *[act(8, 128)] * 2, act(128)), (act(32, 128),), (),
                   {**attention, **norm, "interleaved": False, "qk_norm": False}),
     )  # fmt: skip
@@ -87,10 +97,10 @@ def launches(sm: int, rows: int = ROWS) -> list[LaunchSpec]:
 
 
 def variants(sm: int) -> dict[str, KernelSpec]:
-    """The first spec of every kernel function, by name; of sampling and experts, both kinds."""
+    """The first spec of every kernel function, by name; of sampling, experts and attention, both kinds."""
     found: dict[str, KernelSpec] = {}
     for spec in (launch.kernel for launch in launches(sm)):
-        kinds = {"FULL": ", full", "HAS_BIAS": ", biased"}
+        kinds = {"FULL": ", full", "HAS_BIAS": ", biased", "ALIBI": ", ALiBi"}
         kind = "".join(word for name, word in kinds.items() if spec.constants.get(name))
         found.setdefault(f"{spec.module.removeprefix('tapeout.plugins.')}:{spec.function}{kind}", spec)
     return found

@@ -1,6 +1,8 @@
-"""Run CUDA tactics in Triton's interpreter on the CPU: `python interpret_cuda.py OP[/TACTIC[:EVERY]]...`
+"""Run CUDA tactics in Triton's interpreter on the CPU.
 
-TACTIC is a part of its name; of its cases every EVERY-th runs.
+    python interpret_cuda.py OP[/TACTIC[@LABEL][:EVERY]]...
+
+TACTIC is a part of its name; of its cases whose labels hold LABEL every EVERY-th runs.
 
 A program of its own, because TRITON_INTERPRET must be set before kernels are imported. Prints
 one JSON object a case: {"op", "tactic", "case", "rows", "problem", "error"}.
@@ -88,13 +90,15 @@ def extra_cases(op: str) -> tuple[Case, ...]:
     return deep("float32", 8192), deep("bfloat16", 8224)
 
 
-def chosen(op: str, wanted: str) -> list[tuple[CudaTactic, Case, int]]:
+def chosen(op: str, wanted: str, label: str) -> list[tuple[CudaTactic, Case, int]]:
     """Some cases of every tactic; all tactics of a family share kernels, so later ones get fewer."""
     found = []
     for tactic in cuda_tactics(op):
         if wanted not in tactic.name or not tactic.interpretable:
             continue
         for case in (*cases(op), *extra_cases(op)):
+            if label not in case.label:
+                continue
             target = CudaTarget(90, 4, 232448, case.tokens_per_page)
             decode = all(q == 1 for q, _ in case.sequences)
             if tactic.unsupported(case.signature, target) or (tactic.decode_only and not decode):
@@ -119,7 +123,8 @@ def main() -> None:
     for argument in sys.argv[1:]:
         op, _, wanted = argument.partition("/")
         wanted, _, every = wanted.partition(":")
-        for tactic, case, rows in itertools.islice(chosen(op, wanted), 0, None, int(every or 1)):
+        wanted, _, label = wanted.partition("@")
+        for tactic, case, rows in itertools.islice(chosen(op, wanted, label), 0, None, int(every or 1)):
             target = CudaTarget(90, 4, 232448, case.tokens_per_page)
             bucket = rows + _PADDING
             bound = bind(case, rows, tactic.workspace_bytes(case.signature, bucket, target), bucket)

@@ -18,6 +18,7 @@ from cuda_variants import LIMITS, SHARED_BYTES, SMS, launches, occupied, variant
 
 from tapeout.plugins.case import signature
 from tapeout.plugins.cpu import TensorType
+from tapeout.plugins.cuda import kernels_of
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.triton_aot import SCRATCH_TYPES, compile_all, compile_kernel, kernel_digest
@@ -136,6 +137,19 @@ def test_cubins_repeat_in_other_processes_and_folders(tmp_path: Path) -> None:
     assert seen[0] == seen[1]
     spec = variants(90)["rms_norm.triton:rms_norm"]
     assert os.fsencode(Path(__file__).parents[2]) not in compile_kernel(spec, 90).cubin
+
+
+def test_products_over_few_columns_compile() -> None:
+    """Fewer than one fetch ahead of a kernel's turn brings."""
+    x, out = TensorType("float32", ("T", 24)), TensorType("float32", ("T", 32))
+    types = signature("linear", (x,), (out,), (TensorType("float32", (32, 24)),))
+    found = []
+    for tactic in cuda_tactics("linear"):
+        if tactic.interpretable and tactic.unsupported(types, cuda_variants.target(90)) is None:
+            found += kernels_of(tactic.launches(types, 4, cuda_variants.target(90)))
+    functions = {spec.function: spec for spec in found}
+    assert "skinny" in functions
+    compile_all(list(functions.values()), 90)
 
 
 def test_arguments_are_what_the_launch_passes() -> None:

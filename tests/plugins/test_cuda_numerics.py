@@ -19,13 +19,13 @@ from tapeout.plugins.cuda import CudaTarget
 from tapeout.plugins.registry import OPS, TRACE_ONLY_OPS, cuda_tactics
 
 _HERE = Path(__file__).parent
-_NOT_ON_CUDA = {"linear_int8", "mul_weight", "paged_latent_attention", "xielu"}
+_NOT_ON_CUDA = {"linear_int8"}
 
-#: Programs of the interpreter to run, each a few seconds: op/tactic:every-nth-case.
+#: Programs of the interpreter to run, each a few seconds: op/tactic@label:every-nth-case.
 _GROUPS = {
     "elementwise": (
         "add/:9", "mul/:9", "scale/:7", "copy/:5", "activation/:17", "gated_activation/:13", "embedding/:3",
-        "select_rows/:3",
+        "select_rows/:3", "mul_weight/:5", "xielu/:3",
     ),
     "rows": ("rms_norm/:11", "add_rms_norm/:11", "layer_norm/:9", "rope_table/:3", "rope/:5"),
     "experts": ("moe_router/:5", "moe_experts/grouped_16x64x64:5"),
@@ -48,6 +48,11 @@ _GROUPS = {
         "paged_attention/tiled:17", "paged_attention/context_64x64_w4s2:9", "paged_attention/decode_64:3",
         "paged_attention/packed_64x64_w4s2:9",
     ),
+    "ALiBi": (
+        "paged_attention/tiled@ALiBi:2", "paged_attention/context_64x64_w4s2@ALiBi:4",
+        "paged_attention/decode_64@ALiBi",
+    ),
+    "latent attention": ("paged_latent_attention/rows_64x64:3", "paged_latent_attention/split_16x16:3"),
 }  # fmt: skip
 
 
@@ -80,8 +85,7 @@ def test_some_tactic_runs_every_case_of_usual_shape(op_name: str, sm: int) -> No
     assert len(set(names)) == len(names)
     for case in cases(op_name):
         types = (*case.signature.inputs, *case.signature.outputs)
-        alibi = bool(case.signature.attrs.get("alibi"))
-        odd = alibi or any(t.dtype == "int64" or (len(t.shape) > 2 and int(t.shape[-1]) % 16) for t in types)
+        odd = any(t.dtype == "int64" or (len(t.shape) > 2 and int(t.shape[-1]) % 16) for t in types)
         page_is_odd = case.tokens_per_page & (case.tokens_per_page - 1)
         reasons = [
             t.unsupported(case.signature, CudaTarget(sm, 100, 166912, case.tokens_per_page))
