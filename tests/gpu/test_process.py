@@ -45,7 +45,19 @@ def _sanitize(run: Callable[..., Any], sanitizer: str, tool: str, *args: Any, ti
     return text
 
 
-@pytest.mark.parametrize("model", ["gemma2", "qwen3", "invariant"])  # the last in bfloat16: tensor cores
+# invariant is in bfloat16: tensor cores. The families' kernels are none that other tests run here.
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gemma2",
+        "qwen3",
+        "invariant",
+        "family_bloom",
+        "family_deepseek_v3",
+        "family_apertus",
+        "family_falcon_new",
+    ],
+)
 def test_memcheck_finds_nothing(
     bundle: Bundle, python: Callable[..., Any], sanitizer: str, model: str
 ) -> None:
