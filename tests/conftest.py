@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +35,25 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def repo() -> Path:
     """The top of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], tuple[str, ...]]]:
+    """Gives the command that runs a Python program with the compiler's imports done; see fork_server.py."""
+    program = Path(__file__).with_name("fork_server.py")
+    place = tmp_path_factory.mktemp("forks") / "socket"
+    paths = os.pathsep.join(filter(None, sys.path))  # the package as this process found it
+    server = subprocess.Popen(
+        [sys.executable, str(program), "serve", str(place)],
+        stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )  # fmt: skip
+    while not place.is_socket():
+        assert server.poll() is None, "the server of forks ended"
+        time.sleep(0.05)
+    yield lambda path: (sys.executable, "-I", "-S", str(program), "run", str(place), str(path))
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(60) == 0
 
 
 @pytest.fixture
