@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, settings
 # Before any test imports huggingface_hub, which reads it at import: tests never use the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Before any test imports torch: more threads than cores would only make times vary.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 4)))
+_CORES = len(os.sched_getaffinity(0))
+_THREADS_ARE_GIVEN = "OMP_NUM_THREADS" in os.environ
+os.environ.setdefault("OMP_NUM_THREADS", str(min(_CORES, 4)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # OpenMP threads that wait actively slow everything else on a small machine many times over.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -28,6 +30,15 @@ settings.register_profile("tapeout", deadline=None, suppress_health_check=[Healt
 settings.load_profile("tapeout")
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    """Workers, which inherit the environment, share the cores."""
+    if not _THREADS_ARE_GIVEN:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, min(_CORES // len(specs), 4)))
+
+
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
