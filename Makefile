@@ -69,10 +69,10 @@ fmt: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two processes where there are two cores. A file stays in one of them: what its tests share is made once.
+# Two processes where there are two cores; tests/conftest.py says what stays together.
 test: lint model
 	$(BIN)/python -m pytest -n `$(BIN)/python -c 'import os; print(2 * (len(os.sched_getaffinity(0)) > 1))'` \
-	  --dist loadfile $(PYTEST_ARGS)
+	  $(PYTEST_ARGS)
 
 gpu-bundle: links model
 	PYTHONPATH="$$PWD/$(TYPING)" $(BIN)/python tests/gpu/make_bundle.py --target $(GPU_TARGET)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +31,12 @@ settings.register_profile("tapeout", deadline=None, suppress_health_check=[Healt
 settings.load_profile("tapeout")
 
 ROOT = Path(__file__).parents[1]
+#: Beginnings of tests' ids that share what takes a minute: engines of SmolLM2, processes with imports done.
+TOGETHER = {
+    "tests/e2e/": "smollm2",
+    "tests/ci/test_scripts.py": "preloaded",
+    "tests/compiler/matrix/test_build_matrix.py": "preloaded",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -40,6 +47,18 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> N
 
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file go to one worker, so that what they share is made once; so do those of TOGETHER."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((TOGETHER[f] for f in TOGETHER if nodeid.startswith(f)), super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
