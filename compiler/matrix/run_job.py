@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 import traceback
@@ -19,6 +18,7 @@ from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.matrix.job import PACK, Event, Job, Task
 from tapeout.compiler.matrix.kernels_ahead import KernelsAhead
 from tapeout.compiler.matrix.machine import Machine
+from tapeout.compiler.peak_memory import peak_memory_bytes
 from tapeout.compiler.targets import cuda_target
 from tapeout.plugins.errors import TRACEBACK_VARIABLE, CapacityError, TapeoutError, as_known
 from tapeout.plugins.native import compile_native, detect_host
@@ -79,10 +79,11 @@ def _run(
             traceback.print_exc()
         known = as_known(error)
         seconds = time.perf_counter() - start
-        tell(Event("failed", task.title, known.message, known.hint, known.exit_code, seconds, _peak_bytes()))
+        peak = peak_memory_bytes()
+        tell(Event("failed", task.title, known.message, known.hint, known.exit_code, seconds, peak))
         return not (isinstance(known, CapacityError) and known.__cause__ is not None)
     seconds = time.perf_counter() - start
-    tell(Event("done", task.title, seconds=seconds, peak_memory_bytes=_peak_bytes(), details=details))
+    tell(Event("done", task.title, seconds=seconds, peak_memory_bytes=peak_memory_bytes(), details=details))
     return True
 
 
@@ -135,7 +136,3 @@ def _compile_native() -> None:
     """Begin with what a CPU engine needs; why it fails is told where it is needed."""
     with suppress(TapeoutError, OSError):
         compile_native(detect_host().level)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

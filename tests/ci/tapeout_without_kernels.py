@@ -1,10 +1,13 @@
 """The `tapeout` command as ci/'s scripts find it in tests: no kernel is compiled, and a scripted GPU times.
 
-The GPU says it is an H200; its times come from the names of tactics (see scripted_worker.py).
+The GPU says it is an H200; its times come from the names of tactics (see scripted_worker.py). The command of
+build processes is in the environment, TEST_WORKER, as JSON.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,8 +23,7 @@ def main() -> None:
 
     scripted = TESTS / "runtime" / "tactic_timer" / "scripted_worker.py"
     gpu_timing.time_pack = partial(time_pack, worker=(sys.executable, str(scripted)))  # type: ignore[attr-defined]
-    worker = TESTS / "compiler" / "matrix" / "worker_without_kernels.py"
-    build_matrix.build_matrix.__kwdefaults__["worker"] = (sys.executable, str(worker))
+    build_matrix.build_matrix.__kwdefaults__["worker"] = tuple(json.loads(os.environ["TEST_WORKER"]))
     command()
 
 

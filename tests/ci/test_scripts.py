@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -23,18 +24,18 @@ LIMITS = "{max-batch-size: 2, max-num-tokens: 4, max-seq-len: 64, tokens-per-pag
 
 
 class Place:
-    """A working directory with a matrix in it, and `tapeout` on the path."""
+    """A working directory with a matrix in it, and `tapeout` on the path: the command line CALL."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, call: tuple[str, ...], worker: tuple[str, ...]) -> None:
         self.folder = folder
         binaries = folder / "bin"
         binaries.mkdir()
-        program = Path(__file__).with_name("tapeout_without_kernels.py")
-        (binaries / "tapeout").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
+        (binaries / "tapeout").write_text(f'#!/bin/sh\nexec {shlex.join(call)} "$@"\n')
         (binaries / "tapeout").chmod(0o755)
         self.environment = os.environ | {
             "PATH": f"{binaries}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
+            "TEST_WORKER": json.dumps(worker),
             "GITHUB_STEP_SUMMARY": str(folder / "step.md"),
         }
 
@@ -48,13 +49,18 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(
+    models: ModuleType,
+    tmp_path_factory: pytest.TempPathFactory,
+    preloaded: Callable[[Path], tuple[str, ...]],
+) -> Place:
     folder = tmp_path_factory.mktemp("ci")
     models.make_tiny("llama", folder / "llama")
     (folder / "engines.yaml").write_text(
         f"defaults: {LIMITS}\nmodels: {{tiny: ./llama}}\ntargets: [cpu, 'cuda:sm_90']\n"
     )
-    return Place(folder)
+    worker = ROOT / "tests" / "compiler" / "matrix" / "worker_without_kernels.py"
+    return Place(folder, preloaded(Path(__file__).with_name("tapeout_without_kernels.py")), preloaded(worker))
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,24 @@ NEW_TOKENS = 12
 Options = Callable[..., BuildOptions]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def checkpoint(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(models.make_tiny("llama", tmp_path_factory.mktemp("checkpoint") / "llama"))
 
 
-@pytest.fixture(scope="session")
-def first(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, options: Options) -> BuildReport:
-    """The session's first build: nothing in the cache, verified, with dumps."""
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A timing cache that no other file of tests has warmed."""
+    return tmp_path_factory.mktemp("own-cache") / "timings.json"
+
+
+@pytest.fixture(scope="module")
+def first(
+    checkpoint: Path, own_cache: Path, tmp_path_factory: pytest.TempPathFactory, options: Options
+) -> BuildReport:
+    """A first build: nothing in the cache, verified, with dumps."""
     folder = tmp_path_factory.mktemp("first")
-    return build(str(checkpoint), folder / "m.engine", options(dump=folder / "dump"))
+    return build(str(checkpoint), folder / "m.engine", options(dump=folder / "dump", timing_cache=own_cache))
 
 
 def listing(folder: Path) -> list[str]:
@@ -134,6 +142,7 @@ class TestSecondBuild:
         self,
         first: BuildReport,
         checkpoint: Path,
+        own_cache: Path,
         tmp_path: Path,
         options: Options,
         monkeypatch: pytest.MonkeyPatch,
@@ -141,7 +150,7 @@ class TestSecondBuild:
         """Byte-identical, from a copy of the model in another folder, and nothing is timed."""
         monkeypatch.setattr(select, "measure", lambda *_: pytest.fail("timed although the cache is warm"))
         moved = shutil.copytree(checkpoint, tmp_path / "moved")
-        second = build(str(moved), tmp_path / "other.engine", options())
+        second = build(str(moved), tmp_path / "other.engine", options(timing_cache=own_cache))
         assert second.engine.read_bytes() == first.engine.read_bytes()
         assert all(t.cached for t in second.tactics)
 

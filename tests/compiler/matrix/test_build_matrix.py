@@ -1,6 +1,7 @@
 """`build --matrix` on tiny models: sets that are complete, reused, repaired and never half there.
 
-Build processes are the real ones, but that no kernel is compiled (worker_without_kernels.py).
+Build processes are the real ones, but that no kernel is compiled (worker_without_kernels.py) and that all but
+one are forked from a process with their imports done (fork_server.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tapeout.runtime.engine import open_engine
 from tapeout.runtime.engine_set import load_index
 from tapeout.runtime.tactic_timer.pack_file import read_pack
 
-WORKER = (sys.executable, str(Path(__file__).with_name("worker_without_kernels.py")))
+PROGRAM = Path(__file__).with_name("worker_without_kernels.py")
+FRESH = (sys.executable, str(PROGRAM))
 NOTHING_RUNS = (sys.executable, "-c", "raise SystemExit('a build process was started')")
 LIMITS = "{max-batch-size: 2, max-num-tokens: 4, max-seq-len: 64, tokens-per-page: 16}"
 H200 = Gpu("NVIDIA H200", 90, 132, 141)
@@ -77,11 +79,17 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def first(matrix: Path, tmp_path_factory: pytest.TempPathFactory) -> MatrixReport:
+def worker(preloaded: Callable[[Path], tuple[str, ...]]) -> tuple[str, ...]:
+    """The command of a build process."""
+    return preloaded(PROGRAM)
+
+
+@pytest.fixture(scope="module")
+def first(matrix: Path, worker: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> MatrixReport:
     """The first run, into a directory that is not there yet."""
     request = MatrixRequest(matrix, tmp_path_factory.mktemp("set") / "engines", workers=1)
     with no_network():
-        return build_matrix(request, worker=WORKER)
+        return build_matrix(request, worker=worker)
 
 
 @pytest.fixture
@@ -280,22 +288,25 @@ class TestRepair:
     def test_what_is_missing_is_made_and_the_rest_is_left(
         self, first: MatrixReport, matrix: Path, copied: Path
     ) -> None:
+        """By a process that begins from nothing."""
         (copied / "a" / "sm_80.engine").unlink()
         kept = copied / "a" / "h200.engine"
         before = kept.stat().st_mtime_ns
         with no_network():
-            report = build_matrix(MatrixRequest(matrix, copied, only=("a/*",)), worker=WORKER)
+            report = build_matrix(MatrixRequest(matrix, copied, only=("a/*",)), worker=FRESH)
         assert statuses(report) == {"a/h200": "kept", "a/cpu": "kept", "a/sm_80": "built"}
         assert kept.stat().st_mtime_ns == before
         for name in ("sm_80.engine", "index.json"):
             assert (copied / "a" / name).read_bytes() == (first.output / "a" / name).read_bytes()
 
-    def test_a_process_that_dies(self, matrix: Path, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_process_that_dies(
+        self, matrix: Path, copied: Path, worker: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """What it was at has failed; what stands there, and the others, are whole."""
         monkeypatch.setenv("TEST_DOOMED", "b/h200")
         request = MatrixRequest(matrix, copied, only=("b/*",), flags={"seed": 1})
         with no_network():
-            report = build_matrix(request, worker=WORKER)
+            report = build_matrix(request, worker=worker)
         assert statuses(report) == {"b/h200": "failed", "b/sm_80": "built"}
         assert report.exit_code == 1
         assert "SIGABRT" in report.results[0].message
@@ -304,7 +315,7 @@ class TestRepair:
         assert not list((copied / "b").glob(".*"))
 
     def test_an_interrupt_leaves_what_is_done_and_no_half_of_anything(
-        self, matrix: Path, tmp_path: Path
+        self, matrix: Path, tmp_path: Path, worker: tuple[str, ...]
     ) -> None:
         class Interrupt(SilentProgress):
             def info(self, text: str) -> None:
@@ -313,7 +324,7 @@ class TestRepair:
 
         request = MatrixRequest(matrix, tmp_path / "set", only=("b/*",), workers=1)
         with pytest.raises(KeyboardInterrupt), no_network():
-            build_matrix(request, Interrupt(), worker=WORKER)
+            build_matrix(request, Interrupt(), worker=worker)
         folder = tmp_path / "set" / "b"
         assert [e.file for e in load_index(folder).engines] == ["h200.engine"]
         assert not list(folder.glob(".*"))
@@ -322,14 +333,14 @@ class TestRepair:
         assert statuses(report) == {"b/h200": "kept", "b/sm_80": "planned"}
 
     def test_old_weights_go_with_the_last_engine_that_needs_them(
-        self, matrix: Path, copied: Path, models: Any, tmp_path: Path
+        self, matrix: Path, copied: Path, models: Any, tmp_path: Path, worker: tuple[str, ...]
     ) -> None:
         models.make_tiny("llama", tmp_path / "new", seed=9)
         other = tmp_path / "other.yaml"
         other.write_text(f"defaults: {LIMITS}\nmodels: {{b: {tmp_path}/new}}\ntargets: ['cuda:sm_80']")
         before = {p.name for p in (copied / "b").glob("*.weights.safetensors")}
         with no_network():
-            report = build_matrix(MatrixRequest(other, copied), worker=WORKER)
+            report = build_matrix(MatrixRequest(other, copied), worker=worker)
         assert report.exit_code == 0
         index = load_index(copied / "b")
         assert [e.file for e in index.engines] == ["sm_80.engine"], "the index is of one checkpoint"
@@ -338,10 +349,12 @@ class TestRepair:
 
 
 class TestCompileStage:
-    def test_packs_for_gpus_that_lack_timings(self, matrix: Path, copied: Path) -> None:
+    def test_packs_for_gpus_that_lack_timings(
+        self, matrix: Path, copied: Path, worker: tuple[str, ...]
+    ) -> None:
         request = MatrixRequest(matrix, copied, stage=COMPILE, only=("a/*",))
         with no_network():
-            report = build_matrix(request, worker=WORKER)
+            report = build_matrix(request, worker=worker)
         assert statuses(report) == {"a/h200": "built", "a/cpu": "kept", "a/sm_80": "built"}
         for name in ("h200", "sm_80"):
             pack = read_pack(copied / "packs" / "a" / f"{name}.pack").pack

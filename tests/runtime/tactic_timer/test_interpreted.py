@@ -22,11 +22,16 @@ def job(op: str, case: str, *places: tuple[str, int], take: int = 2, **spoil: st
     return {"op": op, "case": case, "places": places, "take": take, "spoil": numbers}
 
 
+def product(op: str, case: str, place: tuple[str, int]) -> dict[str, Any]:
+    return {**job(op, case, place), "provider": "cublaslt"}
+
+
 RIGHT = {
-    "linear_add": job("linear_add", "float32 96x64 bias", ("mixed", 8)),
+    "linear_add": {**job("linear_add", "float32 96x64 bias", ("mixed", 8)), "step": 3},
     "linear_add, bfloat16": job("linear_add", "bfloat16 96x64", ("mixed", 8)),
     "norm_linear": job("norm_linear", "float32 64x320 silu", ("mixed", 2)),
-    "rope_attention": job("rope_attention", "float32 decode, qk norm", ("decode", 2), ("mixed", 4)),
+    "decode": {**job("rope_attention", "float32 decode, qk norm", ("decode", 2)), "step": 2},
+    "rope_attention": job("rope_attention", "float32 decode, qk norm", ("mixed", 4)),
 }
 ATTENTION = ("rope_attention", "float32 decode", ("decode", 1))
 WRONG = {
@@ -37,6 +42,14 @@ WRONG = {
     "reference": job(*ATTENTION, reference="wrong"),  # type: ignore[arg-type]
     "reference's cache": job(*ATTENTION, reference="cache"),  # type: ignore[arg-type]
 }
+
+
+PRODUCTS = {
+    "linear_add": product("linear_add", "bfloat16 96x64 bias", ("mixed", 8)),
+    "norm_linear": product("norm_linear", "bfloat16 96x64 bias", ("mixed", 8)),
+    "gated": product("norm_linear", "bfloat16 160x48 bias gelu_tanh", ("mixed", 8)),
+}
+NO_LIBRARY = {"no library": PRODUCTS["gated"]}
 
 
 def run(jobs: dict[str, Any], **variables: str) -> dict[str, Told]:
@@ -61,21 +74,16 @@ def run(jobs: dict[str, Any], **variables: str) -> dict[str, Told]:
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Told]:
-    return run({**RIGHT, **WRONG})
+    return run({**RIGHT, **WRONG, **NO_LIBRARY}, STUB_CUBLASLT="")
 
 
-STEPS = {
-    "linear_add": {**job("linear_add", "float32 96x64 bias", ("mixed", 8)), "step": 3},
-    "rope_attention": {**job("rope_attention", "float32 decode, qk norm", ("decode", 2)), "step": 2},
-}
-
-
-def test_whole_steps_of_right_kernels() -> None:
+def test_whole_steps_of_right_kernels(told: dict[str, Told]) -> None:
     """Every layer over its own weights and its own part of the KV pool; a block takes as long as alone."""
-    for name, messages in run(STEPS).items():
+    for name in ("linear_add", "decode"):
+        messages = told[name]
         (step,) = [m for m in messages if m["event"] == "step"]
         alone = {m["candidate"]: m["time_us"] for m in messages if m["event"] == "outcome"}
-        assert step["time_us"] == pytest.approx(STEPS[name]["step"] * min(alone.values()))
+        assert step["time_us"] == pytest.approx(RIGHT[name]["step"] * min(alone.values()))
         assert step["alone_us"] == step["time_us"]
         ((entry, winner),) = step["winners"]
         assert (entry, alone[winner]) == (0, min(alone.values()))
@@ -134,20 +142,9 @@ def test_a_wrong_reference_judges_nobody(told: dict[str, Told], name: str, reaso
     assert all(str(o).startswith("not judged: triton_") and reason in str(o) for o in found)
 
 
-PRODUCTS = {
-    "linear_add": ("linear_add", "bfloat16 96x64 bias", ("mixed", 8)),
-    "norm_linear": ("norm_linear", "bfloat16 96x64 bias", ("mixed", 8)),
-    "gated": ("norm_linear", "bfloat16 160x48 bias gelu_tanh", ("mixed", 8)),
-}
-
-
-def product_jobs() -> dict[str, Any]:
-    return {name: {**job(*place), "provider": "cublaslt"} for name, place in PRODUCTS.items()}  # type: ignore[arg-type]
-
-
 def test_products_of_a_library(tmp_path: Path) -> None:
     """What is around a product is ours and real, the library is a stand-in whose first algorithm is wrong."""
-    told = run(product_jobs(), STUB_CUBLASLT=str(compile_stub(tmp_path)))
+    told = run(PRODUCTS, STUB_CUBLASLT=str(compile_stub(tmp_path)))
     assert all(names(messages) == ["cublaslt"] for messages in told.values())
     found = {n: next(m for m in messages if m["event"] == "outcome") for n, messages in told.items()}
     for outcome in found.values():
@@ -157,8 +154,7 @@ def test_products_of_a_library(tmp_path: Path) -> None:
         assert bytes.fromhex(algorithm["data"])[8] == 2  # the fastest of those that are right
 
 
-def test_a_machine_without_the_library() -> None:
-    (messages,) = run({"gated": product_jobs()["gated"]}, STUB_CUBLASLT="").values()
-    (outcome,) = [m for m in messages if m["event"] == "outcome"]
+def test_a_machine_without_the_library(told: dict[str, Told]) -> None:
+    (outcome,) = [m for m in told["no library"] if m["event"] == "outcome"]
     told = "libcublasLt was not found (pip install 'nvidia-cublas==13.*')"
     assert (outcome["reason"], outcome["unavailable"]) == (told, True)
