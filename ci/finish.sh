@@ -2,6 +2,7 @@
 # Stage 3, on any machine: the engines, by the timings that there are. What did not change is kept.
 #   ci/finish.sh engines.yaml OUT [TIMINGS]
 set -euo pipefail
+if [ $# -lt 2 ]; then echo "error: expected engines.yaml and OUT, see the first lines of $0" >&2; exit 2; fi
 matrix=$1 out=$2 timings=${3:-$2/timings}
 mkdir -p "$timings"
 code=0

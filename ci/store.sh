@@ -3,8 +3,13 @@
 #   ci/store.sh pull engines.yaml OUT URL     what was published last, so that it need not be built again
 #   ci/store.sh push OUT URL                  every set below OUT
 set -euo pipefail
+usage() {
+  echo "error: expected pull or push with its arguments, see the first lines of $0" >&2
+  exit 2
+}
 case ${1:-} in
   pull)
+    [ $# = 4 ] || usage
     matrix=$2 out=$3 url=$4
     models=$(tapeout build --matrix "$matrix" -o "$out" --dry-run --json |
       python3 -c 'import json, sys; print(*dict.fromkeys(r["model"] for r in json.load(sys.stdin)["results"]))')
@@ -15,6 +20,7 @@ case ${1:-} in
     done
     ;;
   push)
+    [ $# = 3 ] || usage
     out=$2 url=$3 found=no
     for index in "$out"/*/index.json; do
       [ -e "$index" ] || continue
@@ -24,8 +30,5 @@ case ${1:-} in
     done
     if [ "$found" = no ]; then echo "error: $out holds no engine set" >&2; exit 2; fi
     ;;
-  *)
-    echo "error: expected pull or push, see the first lines of $0" >&2
-    exit 2
-    ;;
+  *) usage ;;
 esac

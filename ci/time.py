@@ -40,7 +40,12 @@ def run(folder: Path, timings: Path, target: str, earlier: Path | None = None) -
     """Time every pack of the target; the exit code of the first that failed, after all were tried."""
     mine = [pack for pack, name in packs(folder).items() if name == target]
     if not mine:
-        print(f"error: {folder} holds no pack for {target}, expected some of {gpus(folder)}", file=sys.stderr)
+        there = ", ".join(gpus(folder)) or "none at all"
+        print(
+            f"error: {folder} holds no pack for {target}; packs that are there: {there}\n"
+            "hint: ci/compile.sh writes OUT/packs, for targets whose timings are not there",
+            file=sys.stderr,
+        )
         return 2
     failed = 0
     for pack in mine:

@@ -90,7 +90,7 @@ def choose_package(sm: int, target: str, dtype: str, *, full: str | None, rtx: s
         _check_version(RTX, rtx, sm)
         return RTX
     served = ", ".join(f"sm_{n}" for n in RTX_SMS)
-    have = "is not installed" if full is None else f"{full} is installed"
+    have = "not installed" if full is None else f"{full} is installed"
     where = "this machine has none" if not gpu else "this machine has one"
     raise UnsupportedError(
         f"TensorRT segments for {target}: {KINDS[RTX].title} builds for {served}, not for sm_{sm}; "

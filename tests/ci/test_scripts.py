@@ -75,6 +75,24 @@ def stages(place: Place) -> dict[str, str]:
     return told
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("compile.sh",), ("compile.sh", "m.yaml"), ("finish.sh", "m.yaml"),
+        ("store.sh",), ("store.sh", "gone"), ("store.sh", "pull", "m.yaml", "out"),
+        ("store.sh", "push", "out"), ("store.sh", "push", "out", "u", "v"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_missing_arguments_are_told_before_anything_runs(command: tuple[str, ...], tmp_path: Path) -> None:
+    script = [str(ROOT / "ci" / command[0]), *command[1:]]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: expected ")
+    assert script[0] in done.stderr, "where it is described"
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_gpus_are_timed_elsewhere(stages: dict[str, str], place: Place) -> None:
     assert json.loads(stages["gpus"]) == ["sm_90"]
     assert [p.name for p in (place.folder / "out" / "packs").glob("*/*.pack")] == ["sm_90.pack"]
@@ -100,7 +118,7 @@ def test_nothing_is_left_to_time(stages: dict[str, str], place: Place) -> None:
     assert "its timing cache answers everything" in told
     assert json.loads(place.run("ci/time.py", "gpus", "out/packs")) == []
     refused = place.run("ci/time.py", "run", "out/packs", "timings", "cuda:h200", code=2)
-    assert "holds no pack for h200" in refused
+    assert "holds no pack for h200; packs that are there: none at all\nhint: " in refused
 
 
 def test_what_changed_alone_is_timed_and_the_rest_stays(stages: dict[str, str], place: Place) -> None:

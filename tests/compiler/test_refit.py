@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -152,13 +153,21 @@ def test_an_engine_for_a_gpu_that_shares_its_weights(
 
 
 @pytest.mark.usefixtures("unrun")
-def test_a_set_shares_its_new_weights(built: Path, options: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_set_shares_its_new_weights_and_is_whole_or_not_there(
+    built: Path, options: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = tmp_path / "tiny", tmp_path / "mine"
     old.mkdir()
     for target in ("cpu", "cuda:sm_90"):
         shared = options(target=target, dtype="bfloat16", weights="shared", tokens_per_page=16, verify=False)
         build(str(built / "base"), old / f"{target.removeprefix('cuda:')}.engine", shared)
     args = ("refit", old, "--weights", built / "tuned")
+    with monkeypatch.context() as patch:
+        interrupted = Mock(side_effect=[DEFAULT, KeyboardInterrupt], wraps=refit)
+        patch.setattr("tapeout.compiler.refit_set.refit", interrupted)
+        assert invoke(*args, "-o", new).exit_code == 130
+    assert interrupted.call_count == 2
+    assert list(tmp_path.iterdir()) == [old], "no half of a set"
     refused_here = invoke(*args)
     assert refused_here.exit_code == 2
     assert "give --output DIR" in refused_here.stderr

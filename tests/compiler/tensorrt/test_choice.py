@@ -37,7 +37,7 @@ def test_the_package(sm: int, full: str | None, rtx: str | None, gpu: bool, expe
             None,
             RTX_VERSION,
             False,
-            r"not for sm_90; TensorRT \(is not installed\)",
+            r"not for sm_90; TensorRT \(not installed\)",
             "a machine with that GPU",
         ),
         (100, FULL_VERSION, RTX_VERSION, False, "11.4.0.106 is installed.*this machine has none", "that GPU"),
