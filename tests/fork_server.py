@@ -72,7 +72,7 @@ def _is_open(file: int) -> bool:
 
 
 def serve(path: str) -> NoReturn:
-    """Serve until standard input ends. Every client is one connection, every child one file descriptor of a pid."""
+    """Serve until standard input ends. A client is a connection, its child a descriptor of a pid."""
     _import_all()
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(path)
@@ -148,6 +148,10 @@ def _become(what: dict[str, Any], files: list[int]) -> None:
     os.chdir(what["cwd"])
     os.environ.clear()
     os.environ.update(what["environment"])
+    # As an interpreter that starts would; the server's know its own files.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1, errors="backslashreplace")
     sys.argv = what["argv"]
     code: Any = 0
     try:
