@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 _MOST_FILES = 64
 _MOST_BYTES = 1 << 20
@@ -71,8 +71,8 @@ def _is_open(file: int) -> bool:
 # ---- the server ---------------------------------------------------------------------------------
 
 
-def serve(path: str) -> None:
-    """Until standard input ends. Every client is one connection, every child one file descriptor of a pid."""
+def serve(path: str) -> NoReturn:
+    """Serve until standard input ends. A client is a connection, its child a descriptor of a pid."""
     _import_all()
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(path)
@@ -86,7 +86,7 @@ def serve(path: str) -> None:
                 if key.fd == sys.stdin.fileno():
                     for pid, _ in children.values():
                         os.killpg(pid, signal.SIGKILL)
-                    return
+                    os._exit(0)  # taking apart what was imported would take seconds
                 if key.fileobj is listener:
                     client = listener.accept()[0]
                     pid = _fork(client, [selector, listener, *clients.values()])
@@ -148,6 +148,10 @@ def _become(what: dict[str, Any], files: list[int]) -> None:
     os.chdir(what["cwd"])
     os.environ.clear()
     os.environ.update(what["environment"])
+    # As an interpreter that starts would; the server's know its own files.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1, errors="backslashreplace")
     sys.argv = what["argv"]
     code: Any = 0
     try:

@@ -184,9 +184,9 @@ def steps() -> list[Any]:
     return []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm(smollm2: Path, steps: list[Any]) -> Iterator[Any]:
-    """The float32 engine, loaded."""
+    """The float32 engine, loaded; not for the whole session, since it holds half a gigabyte."""
     from tapeout.runtime import LLM
 
     with LLM(smollm2, on_step=steps.append) as loaded:

@@ -70,8 +70,8 @@ def ops_of(group: str) -> set[str]:
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> list[dict]:
     """What came of all programs that selected tests look at; one process, since starting it takes seconds."""
-    chosen = {getattr(item, "callspec").params.get("group") for item in request.session.items  # noqa: B009
-              if hasattr(item, "callspec")}  # fmt: skip
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {call.params.get("group") for call in calls}
     programs = [program for group in _GROUPS if group in chosen for program in _GROUPS[group]]
     return interpret("interpret_cuda.py", *programs, timeout=1800)
 
