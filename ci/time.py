@@ -27,6 +27,7 @@ def packs(folder: Path) -> dict[Path, str]:
 
 
 def target_of(note: Path) -> str:
+    """The target that a note is about, without `cuda:`; ends the program for what is no note."""
     try:
         target: str = json.loads(note.read_text())["factors"]["target"]
         return target.removeprefix("cuda:")

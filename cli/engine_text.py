@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
-from tapeout.cli.format import counted, human_bytes, table
-from tapeout.cli.segment_text import regions_text, segments_text
+from tapeout.cli.format import WIDTH, counted, human_bytes, table
+from tapeout.cli.segment_text import regions_lines, segments_text
 from tapeout.cli.times_text import times_lines
 from tapeout.compiler.report import StepTiming
 
 #: Columns for values that may be long, right of the names of their section.
 _VALUE_WIDTH = 84
-_WIDTH = 100
 
 
 def render(data: dict[str, Any]) -> str:
@@ -37,7 +36,7 @@ def render(data: dict[str, Any]) -> str:
     if data["segments"]:
         parts.append(segments_text(data["segments"]))
     if regions := data["manifest"].get("regions"):
-        parts.append("\n".join(regions_text(regions)))
+        parts.append("\n".join(regions_lines(regions)))
     parts.append(_tactics(data))
     if "onnx" in data:
         parts.append(f"wrote {data['onnx']}")
@@ -159,7 +158,7 @@ def _tactics(data: dict[str, Any]) -> str:
 
 def _ranges(ranges: list[dict[str, Any]]) -> list[str]:
     text = ", ".join(f"up to {counted(r['max_rows'], 'row')} {r['tactic']}" for r in ranges)
-    return textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _signature(key: str, records: int) -> list[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+#: Columns of tables and of text that is wrapped.
+WIDTH = 100
+
 
 def human_bytes(count: int) -> str:
     """`1.5 GiB`; bytes below 1 KiB as they are."""

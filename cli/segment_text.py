@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from tapeout.cli.format import counted, human_bytes
+from tapeout.cli.format import WIDTH, counted, human_bytes
 from tapeout.cli.times_text import times_lines
 
-_WIDTH = 100
 #: What TensorRT adds to a layer's name in each profile.
 _NUMBERS = re.compile(r" \[profile \d+\]|(_U\d+)?_myl\d+_\d+$|(?<=__mye)\d+_\d+")
 
@@ -40,7 +39,7 @@ def segments_text(segments: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def regions_text(regions: list[dict[str, Any]]) -> list[str]:
+def regions_lines(regions: list[dict[str, Any]]) -> list[str]:
     """Every distinct region that TensorRT competed for: what it and our kernels took, bucket by bucket.
 
     `regions`: fields of `tapeout.runtime.engine.manifest.RegionTime`.
@@ -74,7 +73,7 @@ def _layers(layers: list[str]) -> list[str]:
     """Layers without the numbers that tell profiles and instances apart, and how often each occurs."""
     counts = Counter(_NUMBERS.sub("", layer) for layer in layers)
     lines = _wrapped("layers", f"{len(layers)} in all profiles")
-    return lines + [f"      {count} × {layer}"[:_WIDTH] for layer, count in counts.items()]
+    return lines + [f"      {count} × {layer}"[:WIDTH] for layer, count in counts.items()]
 
 
 def _tensor(tensor: dict[str, Any]) -> str:
@@ -82,4 +81,4 @@ def _tensor(tensor: dict[str, Any]) -> str:
 
 
 def _wrapped(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"    {name:<11}", subsequent_indent=" " * 15)
+    return textwrap.wrap(text, WIDTH, initial_indent=f"    {name:<11}", subsequent_indent=" " * 15)

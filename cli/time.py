@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tapeout.cli.segment_text import regions_text
+from tapeout.cli.segment_text import regions_lines
 from tapeout.cli.streams import writing
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _summary(done: TimedPack, output: Path) -> str:
         lines.append(f"and {len(lost) - _SHOWN} more, see {output}")
     lines += [step.text() for step in done.steps]
     if done.regions:
-        lines += regions_text([asdict(region) for region in done.regions])
+        lines += regions_lines([asdict(region) for region in done.regions])
     lines.append(
         f"{done.gpu.text()}: {done.timed} of {done.pack.num_candidates} candidates timed, {len(done.lost)} "
         f"lost, {done.times.restarts} restarts, {done.times.seconds:.1f} s"

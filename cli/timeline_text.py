@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tapeout.cli.format import WIDTH
+
 if TYPE_CHECKING:
     from tapeout.cli.timeline import Shown
     from tapeout.runtime.trace.steps import StepView
     from tapeout.runtime.trace.tally import Summary
 
-_WIDTH = 100
 _SHOWN_REQUESTS = 200
 _NAME_WIDTH = 24
 _LEGEND = (
@@ -29,7 +30,7 @@ def table_text(shown: Shown) -> str:
         4, *(len(text) for column in cells for text in column.values()), len(str(shown.steps[-1].step))
     )
     label = min(max(4, *(len(name) for name in names)), _NAME_WIDTH)
-    per_block = max((_WIDTH - label) // (width + 1), 1)
+    per_block = max((WIDTH - label) // (width + 1), 1)
     blocks = []
     for first in range(0, len(cells), per_block):
         part = slice(first, first + per_block)

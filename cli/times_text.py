@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from tapeout.cli.format import counted
+from tapeout.cli.format import WIDTH, counted
 
-_WIDTH = 100
 #: Row counts in one line of a table, and rivals in it; GPUs have dozens of either.
 _ANCHORS_PER_LINE, _TACTICS_SHOWN = 10, 12
 
@@ -20,7 +19,7 @@ def times_lines(timings: list[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys([t["tactic"] for t in timed] + [name for _, name in sorted(losers)]))
     left, names = names[_TACTICS_SHOWN:], names[:_TACTICS_SHOWN]
     width = max(map(len, ["rows", *names]))
-    columns = min(_ANCHORS_PER_LINE, max(1, (_WIDTH - 6 - width) // 8))
+    columns = min(_ANCHORS_PER_LINE, max(1, (WIDTH - 6 - width) // 8))
     lines: list[str] = []
     for start in range(0, len(timed), columns):
         block = timed[start : start + columns]
@@ -45,7 +44,7 @@ def _refusals(timings: list[dict[str, Any]]) -> list[str]:
     lines = []
     for (at, reason), names in names_of.items():
         text = f"{', '.join(names)} refused{at}: {reason}"
-        lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8)
+        lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8)
     return lines
 
 

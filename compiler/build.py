@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tapeout.compiler.alignment import check_alignment
 from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
-from tapeout.compiler.cuda_plan import check_alignment
 from tapeout.compiler.describe import describe, memory_plan, texts_of
 from tapeout.compiler.engine_writer import stage_engine
 from tapeout.compiler.front_end import FrontEnd, Stages

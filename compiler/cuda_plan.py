@@ -27,7 +27,6 @@ from tapeout.plugins.errors import UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.sample.cuda import receive_launch, sample_launches, sample_workspace_bytes
 from tapeout.plugins.triton_aot import CompiledKernel, compile_all
-from tapeout.runtime.engine.container import DTYPES
 from tapeout.runtime.engine.launches import (
     Grid,
     Kernel,
@@ -38,13 +37,13 @@ from tapeout.runtime.engine.launches import (
     RangeLaunches,
 )
 from tapeout.runtime.engine.manifest import Limits
-from tapeout.runtime.engine.program import Program, TacticRange
+from tapeout.runtime.engine.program import TacticRange
 
 #: Kernels load 16 bytes at once: rows start at multiples of this many elements, windows of as many bytes.
 ROW_MULTIPLE = 16
 
-
-_Sampling = Mapping[int, tuple[tuple[LaunchSpec, ...], int]]  # launches and workspace by logit rows
+#: Launches and bytes of workspace by logit rows.
+_Sampling = Mapping[int, tuple[tuple[LaunchSpec, ...], int]]
 
 
 @dataclass(frozen=True)
@@ -273,32 +272,6 @@ def plan_cuda(
         sample_full=sample_full,
     )
     return CudaPlan(table, kernels.cubins)
-
-
-def check_alignment(program: Program) -> None:
-    """Raise UnsupportedError, all offenders listed, for views whose rows do not start on 16 bytes, or have
-    elements that are not side by side."""
-    offsets = {b.name: b.offset_bytes for b in program.buffers}
-    problems = []
-    for index, record in enumerate(program.records):
-        for view in (*record.inputs, *record.outputs):
-            start = offsets.get(view.buffer, 0) + view.offset * DTYPES[view.dtype][1]
-            # A vector's rows are single elements: kernels load them one by one. So are those of groups of
-            # groups, whose only kernels are those of copies.
-            strides = view.strides[:1] if len(view.shape) > 3 else view.strides[:-1]
-            rows_apart = len(view.shape) > 1 and any(s % ROW_MULTIPLE for s in strides)
-            spread = view.strides[-1] != 1 and record.op != "copy"
-            if start % 16 or rows_apart or spread:
-                problems.append(
-                    f"record {index} ({record.op}): {view.buffer} {view.dtype}{list(view.shape)}, "
-                    f"strides {list(view.strides)}, offset {view.offset}"
-                )
-    if problems:
-        raise UnsupportedError(
-            "operands that do not start at multiples of 16 bytes, or whose rows or heads are no multiples "
-            f"of {ROW_MULTIPLE} elements, have no CUDA kernels:\n" + "\n".join(f"  {p}" for p in problems),
-            hint="--target cpu runs such models",
-        )
 
 
 def _aligned(size_bytes: int) -> int:

@@ -34,6 +34,7 @@ class Decisions:
         self.any = False
 
     def admit(self, admission: Admission) -> None:
+        """A request got its slot."""
         self.admitted.append(admission)
         self.any = True
 

@@ -74,6 +74,14 @@ def test_the_readme_shows_its_records(repo: Path) -> None:
     assert shown == measured
 
 
+def test_the_page_of_models_shows_its_record(repo: Path) -> None:
+    record = json.loads((repo / "benchmarks/results/trace_cost.json").read_text())
+    text = " ".join((repo / "docs/models.md").read_text().split())
+    seconds = record["user_cpu_seconds"]
+    shown = f"takes {seconds['trace']} s of CPU time, then {seconds['passes']} s of passes, and "
+    assert f"{shown}{record['peak_memory_mb']} MB" in text
+
+
 def test_the_segments_table_is_that_of_its_record(
     repo: Path, benchmark_program: Callable[[str], ModuleType]
 ) -> None:

@@ -91,6 +91,7 @@ class RegionOutcome:
 
     @property
     def builder(self) -> tuple[str, str, str]:
+        """Package, version and GPU: what has built the segment."""
         return self.package, self.version, self.builder_gpu
 
 

@@ -17,7 +17,7 @@ from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.gpu_select import times_alone
 from tapeout.compiler.tensorrt.choice import package_for, version_number
 from tapeout.compiler.tensorrt.segment_cache import SegmentCache, kept_folder
-from tapeout.compiler.tensorrt.segment_plan import BuiltBody, Ranges, SegmentPlan, segment_plan
+from tapeout.compiler.tensorrt.segment_plan import BuiltBody, Ranges, SegmentPlan, segment_plan, uses_of
 from tapeout.compiler.tensorrt.segments import (
     build_bodies,
     cache_paths,
@@ -108,7 +108,7 @@ def decide_regions(
         return Decision(None)
     folder = kept_folder(options.timing_cache) if options.timing_cache is not None else None
     built, builder = _newest_kept(bodies, limits, sm, folder, builders)
-    uses = {digest: sum(r.body.digest == digest for r in regions) for digest in bodies}
+    uses = uses_of(regions)
     told = [
         _region_time(contest, uses, _outcome(known[_place(contest)], built.get(contest.body.digest)))
         for contest in contests
@@ -140,7 +140,7 @@ def with_times(
         return plan
     regions = find_regions(module)
     bodies = distinct_bodies(regions)
-    uses = {digest: sum(r.body.digest == digest for r in regions) for digest in bodies}
+    uses = uses_of(regions)
     sha256 = {
         digest: hashlib.sha256(plan.blobs[segment.blob]).hexdigest()
         for digest, segment in zip(bodies, plan.segments, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -132,12 +133,11 @@ def segment_plan(
     ranges = ranges or {digest: _always(its) for digest, its in built.items()}
     placed = [region for region in regions if region.body.digest in built]
     numbers = {digest: number for number, digest in enumerate(built)}
-    reports = []
+    uses, reports = uses_of(placed), []
     for digest, its in built.items():
-        uses = sum(region.body.digest == digest for region in placed)
         ops = tuple(node.op for node in its.body.nodes)
         plan, seconds = its.built.plan, round(its.built.seconds, 3)
-        reports.append(SegmentReport(its.blob, uses, ops, its.onnx_bytes, len(plan), seconds))
+        reports.append(SegmentReport(its.blob, uses[digest], ops, its.onnx_bytes, len(plan), seconds))
     table = tuple(_placed(region, numbers, ranges[region.body.digest]) for region in placed)
     always = [region for region, its in zip(placed, table, strict=True) if its.always]
     return SegmentPlan(
@@ -147,6 +147,11 @@ def segment_plan(
         covered_signatures(module, always),
         tuple(reports),
     )
+
+
+def uses_of(regions: Sequence[Region]) -> Counter[str]:
+    """How many of the regions have each body, by its digest."""
+    return Counter(region.body.digest for region in regions)
 
 
 def covered_signatures(module: Module, regions: Sequence[Region]) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import Arg, CudaTactic, CudaTarget, GridDim, LaunchSpec
 from tapeout.plugins.paged_attention.cuda import TACTICS as ATTENTION
-from tapeout.plugins.paged_attention.cuda import PagedAttention
+from tapeout.plugins.paged_attention.cuda_tactic import PagedAttention
 from tapeout.plugins.rope_attention.cuda_decode import DecodeEarly, DecodeTurned
 from tapeout.plugins.rope_attention.parts import attention_of, head_arguments, norm_constants, partly_turned
 from tapeout.plugins.triton_aot.redirect import shift_weights, to_workspace

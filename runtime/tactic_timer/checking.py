@@ -16,10 +16,10 @@ from tapeout.runtime.executors.cuda.cublaslt import version_text
 from tapeout.runtime.tactic_timer.device import Graph, Memory, fill_words
 from tapeout.runtime.tactic_timer.launching import Matrix, Shared
 from tapeout.runtime.tactic_timer.operands import Operands
-from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Candidate, Entry, Output, Samples
+from tapeout.runtime.tactic_timer.outputs import Comparison
+from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Candidate, Entry, Samples
 
 _ALGORITHMS = 8  # of a product that are checked and timed: the library ranks them, roughly
-SLOTS = 4  # of a comparison's result: beyond tolerance, outside, largest error, NaN
 
 
 class Checker:
@@ -30,17 +30,16 @@ class Checker:
         self._operands = Operands(entry, entry.check, memory, shared, guarded=True, copies=1, layers=2)
         self._wanted, self._got = self._operands.new_outputs(), self._operands.new_outputs()
         self._wanted_pool, self._got_pool = self._operands.new_pool(), self._operands.new_pool()
-        self._result_bytes = 4 * SLOTS * len(self._got)
-        self._result = memory.allocate(self._result_bytes, "results of comparing")
+        self._comparison = Comparison(entry.outputs, memory, shared)
+        self._differing = memory.allocate(4, "the result of comparing caches")
 
     def reference_problem(self) -> str | None:
         """Run the reference; what is wrong with it (None: nothing). Comes before any candidate."""
         self._run(self._entry.reference, self._wanted, self._wanted_pool)
-        found = self._compare(self._wanted)
         for samples in self._entry.samples:
             if problem := self._sample_problem(samples):
                 return f"{self._entry.reference.tactic}, the reference, differs from torch's: {problem}"
-        problem = self._outputs_problem(found)
+        problem = self._comparison.problem(self._wanted, self._wanted)
         # The other pool is as the step finds it: only what belongs to the step's rows may change.
         changed, allowed = self._pool_differences(0.0, 0.0), self._new_elements()
         if problem is None and changed > allowed:
@@ -51,7 +50,7 @@ class Checker:
         """Run a candidate on poisoned outputs; what is wrong with it, None when nothing is."""
         self._operands.fill_pool(self._got_pool)
         self._run(candidate, self._got, self._got_pool)
-        if problem := self._outputs_problem(self._compare(self._got)):
+        if problem := self._comparison.problem(self._got, self._wanted):
             return problem
         cache = self._entry.cache
         if cache is not None and (count := self._pool_differences(cache.absolute, cache.relative)):
@@ -86,35 +85,17 @@ class Checker:
         if any(isinstance(i, Matmul) and a.kind == "output" for i in items for a in i.args):
             self._operands.poison_padding(outputs)
 
-    def _compare(self, got: Sequence[Matrix]) -> np.ndarray:
-        """Int32 [outputs, 4] against the reference's: see the kernel `compare`."""
-        fill_words(self._result, 0, self._result_bytes, self._shared.stream)
-        for index, output in enumerate(self._entry.outputs):
-            mine, theirs = got[index], self._wanted[index]
-            start, rows = self._operands.guards(mine)
-            self._shared.tools.compare(
-                start, self._operands.guards(theirs)[0], mine.dtype, self._result + 4 * SLOTS * index,
-                mine.real, rows, mine.columns, mine.row_stride, output.absolute, output.relative,
-            )  # fmt: skip
-        return self._memory.download(self._result, (len(got), SLOTS), np.dtype(np.int32))
-
     def _pool_differences(self, absolute: float, relative: float) -> int:
         """Elements in which the two pools differ by more than that."""
         cache = self._entry.cache
         if cache is None:
             return 0
-        fill_words(self._result, 0, 4, self._shared.stream)
+        fill_words(self._differing, 0, 4, self._shared.stream)
         elements = self._operands.pool_bytes() // DTYPES[cache.dtype][1]
         self._shared.tools.compare_cache(
-            self._got_pool, self._wanted_pool, cache.dtype, self._result, elements, absolute, relative
+            self._got_pool, self._wanted_pool, cache.dtype, self._differing, elements, absolute, relative
         )
-        return int(self._memory.download(self._result, (1,), np.dtype(np.int32))[0])
-
-    def _outputs_problem(self, found: np.ndarray) -> str | None:
-        for output, matrix, row in zip(self._entry.outputs, self._got, found, strict=True):
-            if problem := output_problem(output, matrix, row):
-                return problem
-        return None
+        return int(self._memory.download(self._differing, (1,), np.dtype(np.int32))[0])
 
     def _new_elements(self) -> int:
         """Elements of the pool that belong to the step's rows."""
@@ -177,23 +158,6 @@ class Checker:
             raw = self._memory.download(at, (count,), np.dtype(np.uint16))
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return self._memory.download(at, (count,), np.dtype(dtype)).astype(np.float32)
-
-
-def output_problem(output: Output, matrix: Matrix, found: np.ndarray) -> str | None:
-    """What is wrong with a result of which the kernel `compare` told this; None when nothing is."""
-    bad, outside, bits, missing = found.tolist()
-    elements = matrix.real * matrix.columns
-    if missing:
-        return f"output {output.name}: {missing} of {elements} elements are NaN or were not written"
-    if bad:
-        largest = float(np.array(bits, np.int32).view(np.float32))
-        return (
-            f"output {output.name}: {bad} of {elements} elements differ, by at most {largest:.3g} "
-            f"(tolerance {output.absolute:g} + {output.relative:g} * |expected|)"
-        )
-    if outside:
-        return f"output {output.name}: {outside} elements outside its rows were written"
-    return None
 
 
 def with_algorithm(candidate: Candidate, algorithm: MatmulAlgorithm) -> Candidate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,14 +172,11 @@ def _scratch_bytes(launches: RangeLaunches, rows: int, kernels: Kernels) -> int:
     return max(
         (
             kernels.scratch_bytes(item.kernel, math.prod(dim.blocks(rows) for dim in item.grid))
-            for item in _kernels_among(launches.launches)
+            for item in launches.launches
+            if isinstance(item, Launch)
         ),
         default=0,
     )
-
-
-def _kernels_among(launches: Iterable[Launch | Matmul]) -> list[Launch]:
-    return [item for item in launches if isinstance(item, Launch)]
 
 
 def _aligned(size_bytes: int) -> int:

@@ -21,10 +21,10 @@ from tapeout.runtime.tactic_timer.launching import (
     queue_launches,
     warm_up_products,
 )
+from tapeout.runtime.tactic_timer.outputs import POISON, poison
 from tapeout.runtime.tactic_timer.pack import CHECKED_LAYER, Entry, Operand, StepCase
 from tapeout.runtime.tactic_timer.steps import ONE_PAGE, STALE, num_pages, step_tensors, used_tokens
 
-POISON = 0xFFFFFFFF  # NaN in every floating-point type, -1 as an integer
 _GUARD, _MULTIPLE = 16, 16  # elements behind a row; what rows are padded to in an arena
 _PADDING_ROWS = 3
 
@@ -66,18 +66,9 @@ class Operands:
     def poison(self, outputs: Sequence[Matrix]) -> None:
         """Fill results, guards and workspace with NaN, and forget arrivals that a wrong candidate left."""
         for matrix in outputs:
-            start, rows = self.guards(matrix)
-            fill_words(
-                start, POISON, rows * matrix.row_stride * item_bytes(matrix.dtype), self._shared.stream
-            )
+            poison(matrix, self._shared)
         fill_words(self._workspace.address, POISON, self._workspace.size_bytes, self._shared.stream)
         fill_words(self._step["arrivals"], 0, self.steps["arrivals"].nbytes, self._shared.stream)
-
-    def guards(self, matrix: Matrix) -> tuple[int, int]:
-        """Where an output's memory starts, and its rows with those of the guards."""
-        if not self._guarded:
-            return matrix.address, matrix.padded
-        return matrix.address - matrix.row_stride * item_bytes(matrix.dtype), matrix.padded + 2
 
     def pool_bytes(self) -> int:
         """Size of a KV pool; 0 for ops that use none."""

@@ -16,7 +16,7 @@ from tapeout.runtime.engine.program import Record
 
 #: Raised when the meaning of a pack changes; another version's pack is refused.
 PACK_VERSION = 3
-#: Of packs that hold segments. Others say what they always said, so their version and bytes stay.
+#: Of packs that hold segments; others do not speak of them, and readers of version 3 understand them.
 SEGMENTS_PACK_VERSION = 4
 MIXED, DECODE = "mixed", "decode"
 #: The layer of the KV pool that checks run on: not the first, so that ignoring `layer` shows.

@@ -10,20 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
-import numpy as np
-
 from tapeout.plugins.errors import TapeoutError
 from tapeout.runtime.engine.launches import Segment
-from tapeout.runtime.tactic_timer.checking import SLOTS, output_problem
-from tapeout.runtime.tactic_timer.device import Graph, Memory, fill_words
+from tapeout.runtime.tactic_timer.device import Graph, Memory
 from tapeout.runtime.tactic_timer.launching import Matrix, Shared
+from tapeout.runtime.tactic_timer.outputs import Comparison, poison
 from tapeout.runtime.tactic_timer.pack import RegionBody, RegionCase
 from tapeout.runtime.tactic_timer.region_memory import (
     Chain,
     RegionMemory,
     forget_padding,
-    guards,
-    poison,
     region_weight_bytes,
 )
 from tapeout.runtime.tactic_timer.timing import calls_of, in_turns_us, rotated_copies, rounds_of
@@ -37,8 +33,7 @@ class RegionChecker:
         self, body: RegionBody, case: RegionCase, reference: Chain, segment: Segment, loaded: LoadedSegments,
         memory: Memory, shared: Shared,
     ) -> None:  # fmt: skip
-        self._body, self._reference, self._segment, self._loaded = body, reference, segment, loaded
-        self._memory, self._shared = memory, shared
+        self._reference, self._segment, self._loaded, self._shared = reference, segment, loaded, shared
         self._region = RegionMemory(
             body, case, case.check, memory, shared,
             chains=[reference], copies=1, segment_bytes=loaded.memory_bytes,
@@ -46,24 +41,22 @@ class RegionChecker:
         values = {value.name: value for value in body.values}
         self._wanted = self._region.outputs()
         self._got = [self._region.new_value(values[output.name]) for output in body.outputs]
-        self._result_bytes = 4 * SLOTS * len(self._got)
-        self._result = memory.allocate(self._result_bytes, "results of comparing")
+        self._comparison = Comparison(body.outputs, memory, shared)
 
     def reference_problem(self) -> str | None:
         """Run the plain kernels; what is wrong with their result (None: nothing)."""
         self._region.warm_up(self._reference)
         self._run(lambda: self._region.launch(self._reference, 0), self._wanted)
-        return self._problem(self._wanted)
+        return self._comparison.problem(self._wanted, self._wanted)
 
     def problem(self) -> str | None:
         """Run the segment; what is wrong with its result, None when nothing is."""
         place(self._loaded, self._region, self._shared)
-        enqueue = self._enqueue
-        enqueue()  # its kernels are made, and shapes worked out, outside a capture
-        self._run(enqueue, self._got)
+        self._enqueue()  # its kernels are made, and shapes worked out, outside a capture
+        self._run(self._enqueue, self._got)
         for matrix in self._got:
             forget_padding(matrix, self._shared)
-        return self._problem(self._got)
+        return self._comparison.problem(self._got, self._wanted)
 
     def _enqueue(self) -> None:
         self._region.enqueue(self._loaded, self._segment, self._got, 0)
@@ -74,22 +67,6 @@ class RegionChecker:
         with closing(Graph(self._shared.stream, work)) as graph:  # as engines run it
             graph.replay()
             self._shared.stream.wait()
-
-    def _problem(self, got: Sequence[Matrix]) -> str | None:
-        fill_words(self._result, 0, self._result_bytes, self._shared.stream)
-        for index, (output, mine, theirs) in enumerate(
-            zip(self._body.outputs, got, self._wanted, strict=True)
-        ):
-            start, rows = guards(mine)
-            self._shared.tools.compare(
-                start, guards(theirs)[0], mine.dtype, self._result + 4 * SLOTS * index, mine.real, rows,
-                mine.columns, mine.row_stride, output.absolute, output.relative,
-            )  # fmt: skip
-        found = self._memory.download(self._result, (len(got), SLOTS), np.dtype(np.int32))
-        for output, matrix, row in zip(self._body.outputs, got, found, strict=True):
-            if problem := output_problem(output, matrix, row):
-                return problem
-        return None
 
 
 class RegionTimer:

@@ -20,7 +20,7 @@ from tapeout.runtime.tactic_timer.launching import (
     queue_launches,
     warm_up_products,
 )
-from tapeout.runtime.tactic_timer.operands import POISON
+from tapeout.runtime.tactic_timer.outputs import POISON
 from tapeout.runtime.tactic_timer.pack import RegionBody, RegionCase, RegionValue, StepCase
 from tapeout.runtime.tactic_timer.steps import ONE_PAGE, STALE, step_tensors
 from tapeout.runtime.tensorrt.segments import ADDRESS_ALIGNMENT, LoadedSegments
@@ -143,12 +143,6 @@ class RegionMemory:
         )
 
 
-def poison(matrix: Matrix, shared: Shared) -> None:
-    """Queue filling a result with NaN, with the row before it and the one behind it."""
-    start, rows = guards(matrix)
-    fill_words(start, POISON, rows * matrix.row_stride * item_bytes(matrix.dtype), shared.stream)
-
-
 def forget_padding(matrix: Matrix, shared: Shared) -> None:
     """Queue filling padding rows, and what pads rows, with NaN: a segment writes both, as it may."""
     item = item_bytes(matrix.dtype)
@@ -157,11 +151,6 @@ def forget_padding(matrix: Matrix, shared: Shared) -> None:
     fill_words(behind, POISON, (matrix.padded - matrix.real) * row, shared.stream)
     for index in range(matrix.real if own < row else 0):
         shared.stream.fill(matrix.address + index * row + own, POISON & 0xFF, row - own)
-
-
-def guards(matrix: Matrix) -> tuple[int, int]:
-    """Where the row before a result starts, and its rows with that one and the one behind."""
-    return matrix.address - matrix.row_stride * item_bytes(matrix.dtype), matrix.padded + 2
 
 
 def region_weight_bytes(body: RegionBody) -> int:

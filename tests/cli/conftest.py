@@ -134,3 +134,27 @@ def alphabet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_engine_fixture() -> Callable[..., Path]:
     """Writes an alphabet engine to a path, with other limits or manifest fields."""
     return write_alphabet_engine
+
+
+# ---- stores -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def alphabet_set(tmp_path_factory: pytest.TempPathFactory, write_engine: Callable[..., Path]) -> Path:
+    """A set of two engines, one for this machine; no test changes it."""
+    from stores import make_set
+
+    return make_set(tmp_path_factory.mktemp("sets") / "alphabet", write_engine)
+
+
+@pytest.fixture
+def store_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of pulled sets, in a place of the test's own."""
+    monkeypatch.setenv("TAPEOUT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TAPEOUT_CACHE_BYTES", raising=False)
+    return tmp_path / "cache" / "store"
+
+
+@pytest.fixture
+def file_url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/alphabet"

@@ -4,62 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-from click.testing import Result
 from invoking import invoke, ok
+from stores import LEVEL, OTHER, Write, make_set, refused
 
 from tapeout.plugins.errors import EngineCorruptError, TapeoutError
-from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM
-from tapeout.runtime.engine_set import EngineSetIndex, describe_engine, load_index, save_index
+from tapeout.runtime.engine_set import load_index, save_index
 from tapeout.runtime.store import transfer
 from tapeout.runtime.store.address import SetAddress, parse_address
 from tapeout.runtime.store.pull import Wanted, pull_into_directory
 from tapeout.runtime.store.push import push_set
 from tapeout.runtime.store.remote import RemoteStore, open_store
-
-LEVEL = detect_host().level
-OTHER = "cpu:aarch64" if LEVEL != "aarch64" else "cpu:x86_64_v2"
-Write = Callable[..., Path]
-
-
-def refused(result: Result, code: int, *words: str) -> None:
-    assert result.exit_code == code, (result.stdout, result.stderr)
-    assert "hint: " in result.stderr
-    for word in words:
-        assert word in result.stderr
-
-
-def make_set(folder: Path, write: Write, *targets: str, **changes: Any) -> Path:
-    """A set of engines that share one weight file."""
-    folder.mkdir(exist_ok=True)
-    engines, weights = [], []
-    for target in targets or (f"cpu:{LEVEL}", OTHER):
-        path = write(folder / f"{target.partition(':')[2]}.engine", shared=True, target=target, **changes)
-        entry, shared = describe_engine(path)
-        engines.append(entry)
-        weights += shared
-    save_index(EngineSetIndex.of("alphabet", "test:0", tuple(engines), tuple(weights), {}), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alphabet_set(tmp_path_factory: pytest.TempPathFactory, write_engine: Write) -> Path:
-    return make_set(tmp_path_factory.mktemp("sets") / "alphabet", write_engine)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAPEOUT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("TAPEOUT_CACHE_BYTES", raising=False)
-    return tmp_path / "cache" / "store"
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -70,11 +32,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         return
     yield "memory://models/alphabet"
     fsspec.filesystem("memory").store.clear()
-
-
-@pytest.fixture
-def file_url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store/alphabet"
 
 
 def blobs(tmp_path: Path) -> list[Path]:
@@ -112,29 +69,29 @@ def test_what_a_store_has_is_not_sent_again(
 
 
 def test_only_what_is_wanted_is_fetched(
-    alphabet_set: Path, file_url: str, tmp_path: Path, cache: Path
+    alphabet_set: Path, file_url: str, tmp_path: Path, store_cache: Path
 ) -> None:
     ok(invoke("push", alphabet_set, file_url))
     index = load_index(alphabet_set)
     entries = {entry.target: entry for entry in index.engines}
     here, other = entries[f"cpu:{LEVEL}"], entries[OTHER]
     folder = Path(ok(invoke("pull", file_url)).strip())
-    fetched = {path.name for path in (cache / "blobs").iterdir()}
+    fetched = {path.name for path in (store_cache / "blobs").iterdir()}
     assert fetched == {here.sha256, index.weights[0].sha256}
     assert [entry.target for entry in load_index(folder).engines] == [here.target]
     # The other one joins it, without the weights that are there already.
     assert Path(ok(invoke("pull", file_url, "--target", OTHER)).strip()) == folder
-    assert {path.name for path in (cache / "blobs").iterdir()} - fetched == {other.sha256}
+    assert {path.name for path in (store_cache / "blobs").iterdir()} - fetched == {other.sha256}
     assert load_index(folder) == index
     assert ok(invoke("run", folder, "--prompt", "xy", "--temperature", "0")) == "z\n"
 
 
-def test_a_url_runs_like_a_file(alphabet_set: Path, url: str, cache: Path) -> None:
+def test_a_url_runs_like_a_file(alphabet_set: Path, url: str, store_cache: Path) -> None:
     ok(invoke("push", alphabet_set, url))
     assert ok(invoke("run", url, "--prompt", "wx", "--temperature", "0")) == "yz\n"
     with LLM(url) as llm:
         assert llm.generate("xy")[0].outputs[0].text == "z"
-        assert llm.engine.path.is_relative_to(cache / "sets")
+        assert llm.engine.path.is_relative_to(store_cache / "sets")
     shown = json.loads(ok(invoke("inspect", url, "--json")))
     assert (shown["set"], shown["chosen"]) == (url, f"{LEVEL}.engine")
     refused(
@@ -208,7 +165,7 @@ def test_a_file_that_is_being_sent_has_no_name_in_the_store(
 
 
 def test_a_damaged_blob_is_named_and_never_used(
-    alphabet_set: Path, file_url: str, tmp_path: Path, cache: Path
+    alphabet_set: Path, file_url: str, tmp_path: Path, store_cache: Path
 ) -> None:
     ok(invoke("push", alphabet_set, file_url))
     (weights,) = load_index(alphabet_set).weights
@@ -221,7 +178,7 @@ def test_a_damaged_blob_is_named_and_never_used(
         refused(invoke("run", file_url, "--prompt", "a"), 3, f"{weights.file} is damaged")
         assert not (tmp_path / "out" / weights.file).exists()
         assert not (tmp_path / "out" / "index.json").exists()
-        assert not (cache / "blobs" / weights.sha256).exists()
+        assert not (store_cache / "blobs" / weights.sha256).exists()
     # A push does not look into what is there, unless it is asked to.
     blob.write_bytes(good[:-1] + b"x")
     assert json.loads(ok(invoke("push", alphabet_set, file_url, "--json")))["uploaded"] == 0
@@ -274,75 +231,6 @@ def test_a_set_that_is_not_its_index_is_not_pushed(
         engine.write_bytes(data[:7] if damage == "short" else data[:-1] + b"?")
     refused(invoke("push", folder, file_url), 3, engine.name, words)
     refused(invoke("pull", file_url), 2, "there may be no engine set at all")
-
-
-def test_urls_that_lead_nowhere(alphabet_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(invoke("push", alphabet_set, tmp_path / "plain"), 2, "is not the URL of a store")
-    refused(invoke("pull", "nosuch://x/y"), 2, "no store is known for nosuch://")
-    refused(invoke("pull", f"file://{tmp_path}/empty"), 2, "has no tag 'latest': there may be no engine set")
-    refused(invoke("pull", "memory://x@a b"), 2)
-    refused(invoke("pull", "https://h/set?token=1"), 2, "it has a query")
-    refused(invoke("pull", "memory://x/y@v1", "--tag", "v2"), 2, "names tag 'v1', and --tag 'v2'")
-    refused(
-        invoke("push", tmp_path, "memory://x/y"),
-        2,
-        "is a directory, expected an engine file or an engine set",
-    )
-    for scheme, package in (("s3", "s3fs"), ("gs", "gcsfs")):
-        monkeypatch.setitem(sys.modules, package, None)
-        refused(invoke("pull", f"{scheme}://bucket/set"), 2, f"needs {package}", f"pip install {package}")
-
-
-def test_what_is_no_set_is_not_pushed(alphabet_set: Path, tmp_path: Path, file_url: str) -> None:
-    engine = next(alphabet_set.glob("*.engine"))
-    refused(
-        invoke("push", engine, file_url), 2, f"{engine} is a file, expected the directory of an engine set"
-    )
-    missing = tmp_path / "missing"
-    refused(invoke("push", missing, file_url), 2, f"{missing} is not there, expected the directory")
-    (tmp_path / "empty").mkdir()
-    refused(invoke("push", tmp_path / "empty", file_url), 2, "it has no index.json and no .engine file")
-    assert not (tmp_path / "store").exists()
-
-
-def test_places_that_take_no_files(
-    alphabet_set: Path, file_url: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system that takes no files, not even from root, in place of the cache, DIR and the store."""
-    ok(invoke("push", alphabet_set, file_url))
-    cache.mkdir(parents=True)
-    for name in ("blobs", "locks", "sets"):
-        (cache / name).symlink_to("/proc/self/task")
-    refused(invoke("pull", file_url), 2, f"the cache {cache}/blobs cannot be written", "TAPEOUT_CACHE_DIR")
-    refused(invoke("run", file_url, "--prompt", "x"), 2, f"the cache {cache}/blobs cannot be written")
-    refused(
-        invoke("pull", file_url, "-o", "/proc/self/task"), 2, "--output: '/proc/self/task' cannot be written"
-    )
-    refused(invoke("pull", file_url, "-o", "/proc/new"), 2, "--output: '/proc/new' cannot be used")
-    refused(invoke("push", alphabet_set, "file:///proc/new"), 1, "file:///proc/new: writing", "failed")
-
-    def denied(self: Any, path: str, **options: Any) -> None:
-        raise PermissionError("Access Denied")
-
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.makedirs", denied)
-    other = f"file://{tmp_path}/other"
-    refused(
-        invoke("push", alphabet_set, other),
-        2,
-        "is not allowed: PermissionError: Access Denied",
-        "credentials",
-    )
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
-    monkeypatch.setattr("tapeout.runtime.store.remote._PAUSES", (0.0,))
-    for host in ("127.0.0.1:9", "host.invalid"):
-        result = invoke("pull", f"http://{host}/sets/m", "-o", tmp_path / "out")
-        refused(result, 1, f"http://{host}/sets/m: reading", "failed", "check the URL, the credentials")
-        assert "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
 
 
 # ---- resuming -----------------------------------------------------------------------------------

@@ -36,13 +36,6 @@ def make_set(folder: Path, write: Write, **changes: Any) -> Path:
     return folder
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TAPEOUT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("TAPEOUT_CACHE_BYTES", raising=False)
-    return tmp_path / "cache" / "store"
-
-
 class Sets:
     """Sets of one engine that weigh about the same, each at a URL of its own."""
 
@@ -71,11 +64,11 @@ def sets(tmp_path: Path, write_engine: Write) -> Sets:
     return Sets(tmp_path / "sets", write_engine)
 
 
-def engines(cache: Path) -> set[int]:
+def engines(store_cache: Path) -> set[int]:
     """Numbers of the sets whose engine the cache has."""
     return {
         json.loads(text)["max_new_tokens"] - 1
-        for path in (cache / "blobs").iterdir()
+        for path in (store_cache / "blobs").iterdir()
         for text in re.findall(rb'\{"max_new_tokens":\d+\}', path.read_bytes().replace(b"\\", b""))[:1]
     }
 
@@ -83,42 +76,46 @@ def engines(cache: Path) -> set[int]:
 # ---- size ---------------------------------------------------------------------------------------
 
 
-def test_what_was_used_longest_ago_goes(sets: Sets, cache: Path) -> None:
+def test_what_was_used_longest_ago_goes(sets: Sets, store_cache: Path) -> None:
     folders = {}
     for number in (0, 1):
         folders[number] = Path(ok(invoke("pull", sets.url(number))).strip())
     limit = sets.weight_bytes() + 2 * sets.engine_bytes() + 100
-    assert engines(cache) == {0, 1}
+    assert engines(store_cache) == {0, 1}
     for number, day in ((0, 1), (1, 2)):
         os.utime((folders[number] / "cpu.engine").resolve(), (day, day))
     # Running the older one from its directory makes it the newer one.
     ok(invoke("run", folders[0], "--prompt", "a"))
     ok(invoke("pull", sets.url(2), "--cache-size", str(limit)))
-    assert engines(cache) == {0, 2}
+    assert engines(store_cache) == {0, 2}
     assert not folders[1].exists()
     assert ok(invoke("run", folders[0], "--prompt", "xy", "--temperature", "0")) != ""
 
 
-def test_the_environment_says_the_size(sets: Sets, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_the_size(
+    sets: Sets, store_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ok(invoke("pull", sets.url(0)))
     monkeypatch.setenv("TAPEOUT_CACHE_BYTES", str(sets.weight_bytes() + sets.engine_bytes() + 100))
     ok(invoke("run", sets.url(1), "--prompt", "a"))
-    assert engines(cache) == {1}
+    assert engines(store_cache) == {1}
     monkeypatch.setenv("TAPEOUT_CACHE_BYTES", "plenty")
     result = invoke("run", sets.url(1), "--prompt", "a")
     assert result.exit_code == 2
     assert "TAPEOUT_CACHE_BYTES is 'plenty', expected bytes such as" in result.stderr
 
 
-def test_a_set_that_can_never_fit_is_refused_before_anything_is_fetched(sets: Sets, cache: Path) -> None:
+def test_a_set_that_can_never_fit_is_refused_before_anything_is_fetched(
+    sets: Sets, store_cache: Path
+) -> None:
     result = invoke("pull", sets.url(0), "--cache-size", "100")
     assert result.exit_code == 4
     assert "cpu.engine take" in result.stderr
     assert "may hold 100" in result.stderr
-    assert list((cache / "blobs").iterdir()) == []
+    assert list((store_cache / "blobs").iterdir()) == []
 
 
-def test_what_is_in_use_stays(sets: Sets, cache: Path) -> None:
+def test_what_is_in_use_stays(sets: Sets, store_cache: Path) -> None:
     """A process runs from the cache; another one may not take its engine or its weights away."""
     urls = [sets.url(0), sets.url(1)]
     limit = sets.weight_bytes() + sets.engine_bytes() + 100
@@ -135,25 +132,25 @@ def test_what_is_in_use_stays(sets: Sets, cache: Path) -> None:
         result = invoke("pull", urls[1], "--cache-size", str(limit))
         assert result.exit_code == 4
         assert "what else it holds is in use" in result.stderr
-        assert engines(cache) == {0}
+        assert engines(store_cache) == {0}
         out, _ = process.communicate("")
         assert out == "z\n"
     ok(invoke("pull", urls[1], "--cache-size", str(limit)))
-    assert engines(cache) == {1}
+    assert engines(store_cache) == {1}
 
 
-def test_what_a_stopped_download_left_goes_too(sets: Sets, cache: Path) -> None:
+def test_what_a_stopped_download_left_goes_too(sets: Sets, store_cache: Path) -> None:
     ok(invoke("pull", sets.url(0)))
-    leftover = cache / "blobs" / f"{'0' * 64}.{10**9}.partial"
+    leftover = store_cache / "blobs" / f"{'0' * 64}.{10**9}.partial"
     leftover.write_bytes(b"half")
     os.utime(leftover, (1, 1))
     limit = sets.weight_bytes() + 3 * sets.engine_bytes()
     ok(invoke("pull", sets.url(1), "--cache-size", str(limit)))
     assert not leftover.exists()
-    assert engines(cache) == {0, 1}
+    assert engines(store_cache) == {0, 1}
 
 
-def test_an_llm_holds_what_it_runs(sets: Sets, cache: Path) -> None:
+def test_an_llm_holds_what_it_runs(sets: Sets, store_cache: Path) -> None:
     url = sets.url(0)
     with LLM(url) as llm:
         blob = llm.engine.path.resolve()
@@ -185,8 +182,8 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text, "--cache-size")
 
 
-def test_a_cache_that_cannot_be_made(sets: Sets, cache: Path, tmp_path: Path) -> None:
-    cache.parent.write_text("a file")
+def test_a_cache_that_cannot_be_made(sets: Sets, store_cache: Path, tmp_path: Path) -> None:
+    store_cache.parent.write_text("a file")
     result = invoke("pull", sets.url(0))
     assert result.exit_code == 2
     assert "cannot be used" in result.stderr
@@ -254,7 +251,7 @@ def server(request: pytest.FixtureRequest, sets: Sets) -> Iterator[Server]:
         thread.join()
 
 
-def test_processes_that_want_the_same_fetch_it_once(server: Server, sets: Sets, cache: Path) -> None:
+def test_processes_that_want_the_same_fetch_it_once(server: Server, sets: Sets, store_cache: Path) -> None:
     command = [TAPEOUT, "pull", server.url]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
@@ -270,7 +267,7 @@ def test_processes_that_want_the_same_fetch_it_once(server: Server, sets: Sets, 
         # A probe for ranges reads a byte of the body, or begins to read all of it and stops.
         most = size_bytes + 1 if server.ranges else 2 * size_bytes
         assert size_bytes <= server.sent[sha256] <= most, server.sent
-    assert {path.name for path in (cache / "blobs").iterdir()} == {
+    assert {path.name for path in (store_cache / "blobs").iterdir()} == {
         sha256 for _, sha256 in index.files().values()
     }
 

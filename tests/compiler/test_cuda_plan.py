@@ -16,8 +16,9 @@ from click.testing import CliRunner
 
 from tapeout.cli.main import cli
 from tapeout.compiler import cuda_plan
+from tapeout.compiler.alignment import check_alignment
 from tapeout.compiler.build import build
-from tapeout.compiler.cuda_plan import check_alignment, choose_cuda
+from tapeout.compiler.cuda_plan import choose_cuda
 from tapeout.compiler.onnx_export import export_engine
 from tapeout.compiler.onnx_export.op_schemas import DOMAIN
 from tapeout.compiler.options import BuildOptions

@@ -27,8 +27,8 @@ from fake_cuda import FakeCuda, Launched
 from fake_kernels import compile_nothing
 from gpu_cases import PAGES, VOCAB_SIZE, packed_step
 from gpu_families import LIMITS, family_file
-from interpret_cuda import _TORCH, teach_bfloat16
-from make_families import _checkpoint, build_tiny
+from interpret_cuda import TORCH_TYPES, teach_bfloat16
+from make_families import build_tiny, write_checkpoint
 
 from tapeout.compiler import cuda_plan
 from tapeout.compiler.front_end import FrontEnd
@@ -71,7 +71,7 @@ class InterpretedCuda(FakeCuda):
         for (name, kind), value in zip(spec.signature, launched.values, strict=False):
             if kind.startswith("*"):
                 assert value == 0 or self.holds(int(value)), (spec.function, name)
-                value = _at(int(value), _TORCH[kind[1:]])
+                value = _at(int(value), TORCH_TYPES[kind[1:]])
             arguments[name] = value
         kernel = getattr(importlib.import_module(spec.module), spec.function)
         extra = {"OVERLAP": False} if "OVERLAP" in kernel.arg_names else {}
@@ -114,7 +114,7 @@ def logits_of_gpu(engine: Path) -> list[np.ndarray]:
 
 
 def problems(name: str, folder: Path) -> list[str]:
-    model = str(_checkpoint(family_file(name), 0, folder / "model"))
+    model = str(write_checkpoint(family_file(name), 0, folder / "model"))
     front_end, engines = FrontEnd(model), {}
     for target in ("cpu", "cuda:sm_90"):
         engines[target] = folder / f"{target}.engine"

@@ -56,7 +56,7 @@ def test_an_equal_engine_passes(bundle: Bundle) -> None:
 
 def test_another_engine_fails(bundle: Bundle, tmp_path: Path) -> None:
     """The same family with other weights."""
-    checkpoint = make_families._checkpoint(family_file(FAMILY), 1, tmp_path / "model")
+    checkpoint = make_families.write_checkpoint(family_file(FAMILY), 1, tmp_path / "model")
     other = tmp_path / "other.engine"
     make_families.build_tiny(str(checkpoint), other, "cpu", tmp_path / "timings.json", **LIMITS)
     shutil.copyfile(other, bundle.path(family_file(FAMILY).engine))
@@ -85,7 +85,7 @@ def test_log_probabilities_are_compared(logprob: float | None, wrong: int) -> No
 
 
 def test_the_record_decides_which_families_run() -> None:
-    results = json.loads((gpu_families._FOLDER / "results.json").read_text())["results"]
+    results = json.loads((gpu_families.FOLDER / "results.json").read_text())["results"]
     exact = {r["family"] for r in results if r["parity"] == "exact"}
     assert set(FAMILIES) | set(gpu_families.REFUSED) == exact
     assert len(FAMILIES) == len(set(FAMILIES)) > 70
@@ -112,12 +112,12 @@ def test_equal_engines_make_equal_archives(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_told_with_its_reason(tmp_path: Path) -> None:
-    made = make_families._make_part("diffllama", "cpu", tmp_path, tmp_path / "work")
+    made = make_families.make_part("diffllama", "cpu", tmp_path, tmp_path / "work")
     assert "attends more than once in layers 0, 1" in made.problem
     assert list(tmp_path.glob("*.engine")) == []
 
 
 def test_a_refused_family_that_builds_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_families, "REFUSED", {FAMILY: "no kernel"})
-    made = make_families._make_part(FAMILY, "cpu", tmp_path, tmp_path / "work")
+    made = make_families.make_part(FAMILY, "cpu", tmp_path, tmp_path / "work")
     assert f"{FAMILY} can be built for cpu" in made.problem

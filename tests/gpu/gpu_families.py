@@ -19,7 +19,7 @@ from gpu_cases import ALL, VOCAB_SIZE, Answer, Asked, Case, differences, from_js
 
 from tapeout.runtime import LLM
 
-_FOLDER = ROOT / "model_defs" / "families"
+FOLDER = ROOT / "model_defs" / "families"
 #: Prompts come in chunks of two pages; few buckets, so that an engine has few kernels.
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 32, "max_seq_len": 112, "tokens_per_page": 16}
 #: A tenth of a second saved for every family: the pool is not all of the GPU's memory.
@@ -58,7 +58,7 @@ class FamilyFile:
 
 
 def family_file(name: str) -> FamilyFile:
-    data = tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    data = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     verify = data.get("verify", {})
     return FamilyFile(
         name,
@@ -71,7 +71,7 @@ def family_file(name: str) -> FamilyFile:
 
 def recorded_differences() -> dict[str, float]:
     """Families that the record calls exact, with how far the CPU engine's logits are from Hugging Face's."""
-    results = json.loads((_FOLDER / "results.json").read_text())["results"]
+    results = json.loads((FOLDER / "results.json").read_text())["results"]
     return {r["family"]: r["max_abs_logit_diff"] for r in results if r["parity"] == "exact"}
 
 

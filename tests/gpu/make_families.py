@@ -72,7 +72,7 @@ def make_families(names: Sequence[str], target: str, folder: Path, work: Path) -
     for core in cores:
         queue.put(core)
     with ProcessPoolExecutor(len(cores), spawn, _keep_to_one_core, (queue,)) as pool:
-        done = [pool.submit(_make_part, name, target, folder, work) for name in names]
+        done = [pool.submit(make_part, name, target, folder, work) for name in names]
         for future in as_completed(done):
             yield future.result()
 
@@ -82,7 +82,8 @@ def _keep_to_one_core(queue: Any) -> None:
     os.sched_setaffinity(0, {queue.get()})
 
 
-def _make_part(name: str, target: str, folder: Path, work: Path) -> Made:
+def make_part(name: str, target: str, folder: Path, work: Path) -> Made:
+    """Make a family's part; what goes wrong is told in it."""
     start, own, problem = time.monotonic(), work / str(os.getpid()), ""
     own.mkdir(parents=True, exist_ok=True)
     try:
@@ -111,7 +112,7 @@ def make_family(name: str, target: str, engine: Path, work: Path) -> dict[str, A
 
     file, cpu, timings = family_file(name), work / "cpu.engine", work / "timings.json"
     for seed in range(_SEEDS):
-        model = str(_checkpoint(file, seed, work / "model"))
+        model = str(write_checkpoint(file, seed, work / "model"))
         front_end = FrontEnd(model)  # both engines come from one trace
         build_tiny(model, cpu, "cpu", timings, front_end, **LIMITS)
         case = file.case(seed)
@@ -128,7 +129,7 @@ def check_refused(name: str, target: str, work: Path) -> str:
     """What the build says of a family that is listed as refused."""
     from tapeout.plugins.errors import UnsupportedError
 
-    model = str(_checkpoint(family_file(name), 0, work / "model"))
+    model = str(write_checkpoint(family_file(name), 0, work / "model"))
     try:
         build_tiny(model, work / "refused.engine", target, work / "timings.json", **LIMITS)
     except UnsupportedError as error:
@@ -137,8 +138,11 @@ def check_refused(name: str, target: str, work: Path) -> str:
     raise AssertionError(f"{name} can be built for {target}: take it off gpu_families.REFUSED")
 
 
-def _checkpoint(file: FamilyFile, seed: int, folder: Path) -> Path:
-    """Weights are bfloat16's values: half of each float32's bits in the engine are 0, and do not travel."""
+def write_checkpoint(file: FamilyFile, seed: int, folder: Path) -> Path:
+    """Write the family's tiny model with weights by a seed.
+
+    They are bfloat16's values: half of each float32's bits in the engine are 0, and do not travel.
+    """
     from tapeout.model_defs.tiny import tiny_config, write_tiny
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,7 @@ from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.triton_aot.bound_case import Bound, bind
 from tapeout.plugins.triton_aot.operands import Operands, grid_of
 
-_TORCH = {
+TORCH_TYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64,
     "fp64": torch.float64,
 }  # fmt: skip
@@ -69,7 +69,7 @@ def launch(spec: LaunchSpec, operands: Operands, bucket: int) -> None:
     for (_, kind), arg in zip(spec.kernel.signature, spec.args, strict=True):
         value = operands.value(arg)
         if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
-            value = value[: value.numel() // 8 * 8].view(_TORCH[kind.removeprefix("*")])
+            value = value[: value.numel() // 8 * 8].view(TORCH_TYPES[kind.removeprefix("*")])
         values.append(value)
     names = [name for name, _ in spec.kernel.signature]
     if "OVERLAP" in kernel.arg_names:

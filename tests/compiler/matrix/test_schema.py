@@ -168,7 +168,6 @@ class TestProblems:
             ("[1]", "holds a list"),
             ("models: {m: ./m}", "no 'targets', expected at least one"),
             ("models: [m]\ntargets: [cpu]", "models are of type list"),
-            ("models: {m: ./m}\ntargets: [cpu, cpu]", "cpu: given twice"),
             (
                 "models: {m: ./m}\ntargets: cpu",
                 "targets are of type str, expected a list, or a mapping to opt",
