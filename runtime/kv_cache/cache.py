@@ -20,7 +20,7 @@ from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, RadixTree, page_hash
 from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
-from tapeout.runtime.kv_cache.tables import PageTables
+from tapeout.runtime.kv_cache.tables import Departures, PageTables
 from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PageEvictions, PinnedPrefix, SlotState
 
 #: `token_ids(start, end)`: int32 ids of a request, prompt and output, at these positions.
@@ -99,24 +99,24 @@ class KvCache:
         """Pages that are held."""
         return self.pool.num_pages - self.pool.num_free
 
-    def returning_pages(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages that come back when a slot and all those after it in `slots` are freed.
-
-        A page that several of them share is counted for the first of them, one that others hold for none:
-        the sum over the last slots is what freeing just those gives.
-        """
-        if not self.options.enable_prefix_reuse:  # nobody shares
-            return self._pages.num_used[slots]
-        return self._pages.returning(slots, self.pool.reference_counts)
+    def departures(self) -> Departures:
+        """Counts what comes back when slots are freed one after the other."""
+        # Without the prefix cache nobody shares.
+        return Departures(self._pages, self.pool.reference_counts if self.options.enable_prefix_reuse else None)
 
     @property
     def retired_pages(self) -> int:
         """Pages that stand in no table any more and come back once a step has been read."""
         return len(self._retired)
 
-    def missing_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages each of the slots lacks to hold its `num_tokens` tokens."""
-        return np.maximum(-(-num_tokens // self.tokens_per_page) - self._pages.num_used[slots], 0)
+    def lacking_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the slots lack pages to hold their `num_tokens` tokens: int64 [L] indices into `slots`,
+        ascending, and int32 [L] how many pages each of them lacks."""
+        return self._pages.lacking(slots, num_tokens)
+
+    def missing_pages(self, num_tokens: np.ndarray) -> np.ndarray:
+        """int32 [num_slots]: pages that each slot lacks to hold its `num_tokens` tokens."""
+        return self._pages.missing(num_tokens)
 
     def pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.tokens_per_page)

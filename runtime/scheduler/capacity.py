@@ -200,10 +200,11 @@ class CapacityScheduler:
         to be paused."""
         if not self.may_pause:
             return kv_cache.uncommitted_pages(self.committed_pages)
-        slots = running.order
-        tokens = np.maximum(running.context_tokens[slots], running.cached_tokens[slots])
-        tokens = np.minimum(tokens + self.tokens_per_page, running.worst_case_tokens[slots])
-        return kv_cache.num_free - int(kv_cache.missing_pages(slots, tokens).sum())
+        # Of all slots, whoever has them: what runs is picked out at the end, once.
+        tokens = np.maximum(running.context_tokens, running.cached_tokens)
+        tokens += self.tokens_per_page
+        np.minimum(tokens, running.worst_case_tokens, out=tokens)
+        return kv_cache.num_free - int(kv_cache.missing_pages(tokens)[running.order].sum())
 
     def _admission(self, request: Request, pages: AdmissionPages) -> Admission:
         found = request.cache.attached_tokens
