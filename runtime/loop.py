@@ -226,7 +226,7 @@ class EngineLoop:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
         draining = [r.slot for r in self._unread.draining()]
-        short = int(lacking.pages.sum()) - kv_cache.num_free
+        short = lacking.total - kv_cache.num_free
         self._pause(slots_to_pause(plan, lacking, running, kv_cache, draining), PauseCause.PAGES, short)
         return fit_to_pages(plan, lacking, running, kv_cache)
 

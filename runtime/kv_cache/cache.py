@@ -102,7 +102,9 @@ class KvCache:
     def departures(self) -> Departures:
         """Counts what comes back when slots are freed one after the other."""
         # Without the prefix cache nobody shares.
-        return Departures(self._pages, self.pool.reference_counts if self.options.enable_prefix_reuse else None)
+        return Departures(
+            self._pages, self.pool.reference_counts if self.options.enable_prefix_reuse else None
+        )
 
     @property
     def retired_pages(self) -> int:
@@ -148,6 +150,8 @@ class KvCache:
         A request that waits is asked about every step: as long as nothing has become available, what was
         said is said again without a search.
         """
+        if not self.options.enable_prefix_reuse:
+            return AdmissionPages(num_pages, available_pages, PrefixMatch())
         namespace = self._namespace(user)
         if self._refused is not None:
             asked, its_namespace, its_pages, answer = self._refused
@@ -157,15 +161,18 @@ class KvCache:
                 and (its_pages, answer.available) == (num_pages, available_pages)
             ):
                 return answer
-        match = PrefixMatch()
-        if self.options.enable_prefix_reuse:
-            # One token is always computed: its logits give the first output token.
-            match = self._cache.match(
-                namespace, token_ids, len(token_ids) - 1, partial=self.options.enable_partial_reuse
-            )
-        needed = num_pages - len(match.path) + self._cache.unheld(match.path)
-        answer = AdmissionPages(needed, available_pages, match)
-        self._refused = None if answer.fits else (token_ids, namespace, num_pages, answer)
+        # One token is always computed: its logits give the first output token.
+        most = len(token_ids) - 1
+        path = self._cache.tree.find(namespace, token_ids, most)
+        needed = num_pages - len(path) + self._cache.unheld(path)
+        answer = AdmissionPages(needed, available_pages, PrefixMatch(path))
+        if not answer.fits:
+            self._refused = token_ids, namespace, num_pages, answer
+            return answer
+        self._refused = None
+        if self.options.enable_partial_reuse:
+            last = self._cache.tree.find_partial(namespace, path, token_ids, most)
+            answer = answer._replace(match=PrefixMatch(path, last))
         return answer
 
     def attach(
@@ -325,7 +332,7 @@ class KvCache:
         """
         size = self.tokens_per_page
         num_tokens = len(token_ids) // size * size
-        path = self._cache.match(self._namespace(user), token_ids, num_tokens, partial=False).path
+        path = self._cache.tree.find(self._namespace(user), token_ids, num_tokens)
         if not path or len(path) * size < num_tokens:
             raise UsageError(
                 f"{len(path) * size} of the prefix's {len(token_ids)} tokens are cached, "

@@ -21,20 +21,23 @@ class LackingRows(NamedTuple):
     """Rows of a plan whose requests have not got all the pages they need; in a step that decodes a few.
 
     rows: int64 [L] their places in the plan, ascending. pages: int32 [L] how many each lacks, at least one.
+    total: of those pages.
     """
 
     rows: np.ndarray
     pages: np.ndarray
+    total: int
 
 
 def lacking_pages(plan: StepPlan, kv_cache: KvCache) -> LackingRows | None:
-    """What the step's rows lack, where the pool has too few pages for all of them; None where it has enough."""
+    """What the step's rows lack, where the pool has too few pages for all; None where it has enough."""
     free = kv_cache.num_free
     # However the pages of those rows are cut, they are no more than these: mostly there is nothing to count.
     if plan.num_tokens // kv_cache.tokens_per_page + plan.num_sequences <= free:
         return None
-    lacking = LackingRows(*kv_cache.lacking_pages(plan.slots, plan.ends))
-    return lacking if lacking.pages.sum() > free else None
+    rows, pages = kv_cache.lacking_pages(plan.slots, plan.ends)
+    total = sum(pages.tolist())
+    return LackingRows(rows, pages, total) if total > free else None
 
 
 def slots_to_pause(
@@ -55,8 +58,7 @@ def slots_to_pause(
     for slot in (*draining, *ending):
         given += departures.leave(slot)
     need = dict(zip(plan.slots[lacking.rows].tolist(), lacking.pages.tolist(), strict=True))
-    needed = sum(need.values())
-    order = running.order
+    needed, order = lacking.total, running.order
     staying, paused = len(order) - len(ending), []
     for slot in map(int, order[::-1]):
         if needed <= given or staying <= 1:
@@ -79,7 +81,7 @@ def fit_to_pages(plan: StepPlan, lacking: LackingRows, running: Running, kv_cach
     if plan.num_context:  # it stands before generation, whoever is older
         turn = running.turns(plan.slots[rows])
         rows, pages = rows[turn], pages[turn]
-    waiting = rows[pages.cumsum() > kv_cache.num_free]
+    waiting = rows[pages.cumsum(dtype=np.int32) > kv_cache.num_free]
     waiting.sort()
     kept[waiting] = False
     left_out = [(reason, left[running.planned[left]]) for reason, left in plan.left_out]
