@@ -332,7 +332,7 @@ class EngineLoop:
         rows: np.ndarray | None = None  # of the step, where some are left out
         alive = running.alive[slots]
         taken = alive & result.finite
-        if not taken.all():
+        if np.count_nonzero(taken) < len(taken):
             self._counts.surplus_rows += len(slots) - int(np.count_nonzero(alive))
             for row in np.flatnonzero(alive & ~result.finite).tolist():
                 if running.alive[slots[row]]:  # a consumer may just have ended it

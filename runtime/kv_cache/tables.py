@@ -66,7 +66,7 @@ class PageTables:
         used = self.num_used[slots]
         needed = used + more
         width, count = self.tables.shape[1], sum(more.tolist())
-        if needed.max() > width:
+        if np.count_nonzero(needed > width):
             row = int(needed.argmax())
             raise RuntimeError(f"slot {slots[row]} needs {needed[row]} pages, its table holds {width}")
         rows, places = slots * width, used

@@ -77,7 +77,7 @@ class MicroBatchScheduler:
                 left_out.append((Reason.NO_BUDGET, context))
             return _plan(step, running, slots, starts, starts + 1, left_out)
         sizes, codes = self._fill(running, context, context_starts, budget)
-        if not sizes.all():
+        if np.count_nonzero(sizes) < len(sizes):
             served = sizes > 0
             left_out.append((Reason.NO_BUDGET, context[~served]))
             context, context_starts = context[served], context_starts[served]
