@@ -176,9 +176,10 @@ class LLM:
         with_options = with_cache_options(as_prompt_list(prompts), cache_salt, kv_cache_retention_config)
         collectors = self._add(with_options, sampling_params, priority)
         try:
-            for collector in collectors:
-                while not collector.finished:
-                    self._turn()
+            with self._lock.many_turns():
+                for collector in collectors:
+                    while not collector.finished:
+                        self._turn()
         except BaseException:  # KeyboardInterrupt above all
             self._abort(collectors)
             raise
@@ -385,11 +386,12 @@ class LLM:
             self._loop.step()
 
     def _next_delta(self, collector: Collector) -> RequestOutput:
-        while True:
-            with self._lock:
-                if self._has_delta(collector):
-                    return collector.take_delta()
-            self._turn()  # by itself, so that an interrupt is not put off until there is a delta
+        with self._lock.many_turns():
+            while True:
+                with self._lock:
+                    if self._has_delta(collector):
+                        return collector.take_delta()
+                self._turn()  # by itself, so that an interrupt is not put off until there is a delta
 
     def _has_delta(self, collector: Collector) -> bool:
         self._loop.hand_over(collector.request_id)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -23,14 +24,32 @@ class TurnLock:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0  # of the main thread
+        self._calls = 0  # of the main thread that keep the handlers in place
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._came: dict[int, FrameType | None] = {}
+
+    @contextmanager
+    def many_turns(self) -> Iterator[None]:
+        """Keep the handlers that put signals off from turn to turn: changing them takes system calls. Between
+        two turns a signal takes effect at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._handlers:
+            self._hold()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls and not self._depth:
+                self._end_hold()
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             self._lock.acquire()
             return
-        if self._depth == 0:
+        if not self._handlers:
             self._hold()
         self._depth += 1
         try:
@@ -57,7 +76,7 @@ class TurnLock:
             raise
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._came:
+        if not self._depth or number in self._came:
             self._handlers[number](number, frame)
         else:
             self._came[number] = frame
@@ -66,15 +85,22 @@ class TurnLock:
         self._depth -= 1
         if self._depth:
             return
-        handlers, self._handlers = self._handlers, {}
+        handlers = self._handlers
         came, self._came = self._came, {}
+        if not self._calls:
+            self._end_hold()
+        for number, frame in came.items():
+            handlers[number](number, frame)
+
+    def _end_hold(self) -> None:
+        handlers = self._handlers
         try:
             _restore(handlers)
         except BaseException:  # the one that came while the other was still put off
             _restore(handlers)
             raise
-        for number, frame in came.items():
-            handlers[number](number, frame)
+        finally:
+            self._handlers = {}
 
 
 def _restore(handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
