@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from tapeout.runtime.intake import CheckedRequest, Prompt
 from tapeout.runtime.kv_cache import CacheEvent, CacheStats, PinnedPrefix
 from tapeout.runtime.loop import EngineLoop
+from tapeout.runtime.turn_lock import TurnLock
 
 
 class PrefixCacheControl:
@@ -21,7 +21,7 @@ class PrefixCacheControl:
     def __init__(
         self,
         loop: Callable[[], EngineLoop],
-        lock: threading.RLock,
+        lock: TurnLock,
         compute: Callable[[Prompt], CheckedRequest],
     ) -> None:
         self._loop, self._lock, self._compute = loop, lock, compute

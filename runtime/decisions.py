@@ -52,11 +52,11 @@ class Decisions:
         """
         self.any |= len(requests) > 0
         if is_heard:
-            returning = self._kv_cache.returning_pages(slots[::-1])[::-1].tolist()
+            departures = self._kv_cache.departures()
             planned = self._running.planned_tokens(slots).tolist()
             self.paused += [
-                Pause(request.request_id, cause, pages, short_pages, tokens)
-                for request, pages, tokens in zip(requests, returning, planned, strict=True)
+                Pause(request.request_id, cause, departures.leave(request.slot), short_pages, tokens)
+                for request, tokens in zip(requests, planned, strict=True)
             ]
 
     def record(

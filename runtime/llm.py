@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -32,6 +31,7 @@ from tapeout.runtime.scheduler.record import StepRecord
 from tapeout.runtime.stream import RequestStream
 from tapeout.runtime.text.chat_template import Message
 from tapeout.runtime.trace.writer import EventMaker, open_trace, start_event
+from tapeout.runtime.turn_lock import TurnLock
 from tapeout.runtime.weight_reload import WeightReload
 
 logger = logging.getLogger("tapeout")
@@ -141,7 +141,7 @@ class LLM:
             self._trace.take(start_event({**pool, **asdict(options)}))
         self._loop = self._new_loop(options)
         self._adopt(self.engine)
-        self._ids, self._lock = count(), threading.RLock()
+        self._ids, self._lock = count(), TurnLock()
         self._reload = WeightReload(lambda: self._loop, self._lock, self._turn)
         # Streams closed by the garbage collector, maybe within a turn: aborted before the next one.
         self._abandoned: deque[str] = deque()
@@ -176,9 +176,10 @@ class LLM:
         with_options = with_cache_options(as_prompt_list(prompts), cache_salt, kv_cache_retention_config)
         collectors = self._add(with_options, sampling_params, priority)
         try:
-            for collector in collectors:
-                while not collector.finished:
-                    self._turn()
+            with self._lock.many_turns():
+                for collector in collectors:
+                    while not collector.finished:
+                        self._turn()
         except BaseException:  # KeyboardInterrupt above all
             self._abort(collectors)
             raise
@@ -336,9 +337,16 @@ class LLM:
         priorities = check_priorities(priority, len(prompts))
         params = self.default_sampling_params() if params is None else params
         checked = self._intake.check(prompts, check_params(params, len(prompts)))
-        with self._lock:
-            self._check_open()
-            return [self._queue(c, p) for c, p in zip(checked, priorities, strict=True)]
+        collectors: list[Collector] = []
+        try:
+            with self._lock:
+                self._check_open()
+                for one, its_priority in zip(checked, priorities, strict=True):
+                    collectors.append(self._queue(one, its_priority))
+        except BaseException:  # an interrupt: nobody would take their results
+            self._abort(collectors)
+            raise
+        return collectors
 
     def _adopt(self, engine: Engine) -> None:
         """Its weights run from now on, and it says what the model's defaults are."""
@@ -378,10 +386,12 @@ class LLM:
             self._loop.step()
 
     def _next_delta(self, collector: Collector) -> RequestOutput:
-        with self._lock:
-            while not self._has_delta(collector):
-                self._turn()
-            return collector.take_delta()
+        with self._lock.many_turns():
+            while True:
+                with self._lock:
+                    if self._has_delta(collector):
+                        return collector.take_delta()
+                self._turn()  # by itself, so that an interrupt is not put off until there is a delta
 
     def _has_delta(self, collector: Collector) -> bool:
         self._loop.hand_over(collector.request_id)

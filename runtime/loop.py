@@ -32,7 +32,7 @@ from tapeout.runtime.scheduler.policies import PRIORITY_STEPS
 from tapeout.runtime.scheduler.queue import WaitingQueue
 from tapeout.runtime.scheduler.record import PauseCause, StepRecord
 from tapeout.runtime.scheduler.request import Finish, FinishReason, Request
-from tapeout.runtime.scheduler.room import fit_to_pages, lacking_pages, slots_to_pause
+from tapeout.runtime.scheduler.room import LackingRows, fit_to_pages, lacking_pages, slots_to_pause
 from tapeout.runtime.scheduler.running import Running
 from tapeout.runtime.step import Executor, StepResult
 from tapeout.runtime.unread import UnreadSteps
@@ -222,11 +222,11 @@ class EngineLoop:
                 self._fail(request, error)
         return held
 
-    def _make_room(self, plan: StepPlan, lacking: np.ndarray) -> StepPlan:
+    def _make_room(self, plan: StepPlan, lacking: LackingRows) -> StepPlan:
         """Pause the newest requests until the others have pages, if not in this step then in the next."""
         running, kv_cache = self.running, self.kv_cache
-        draining = np.array([r.slot for r in self._unread.draining()], np.int64)
-        short = int(lacking.sum()) - kv_cache.num_free
+        draining = [r.slot for r in self._unread.draining()]
+        short = lacking.total - kv_cache.num_free
         self._pause(slots_to_pause(plan, lacking, running, kv_cache, draining), PauseCause.PAGES, short)
         return fit_to_pages(plan, lacking, running, kv_cache)
 
@@ -332,7 +332,7 @@ class EngineLoop:
         rows: np.ndarray | None = None  # of the step, where some are left out
         alive = running.alive[slots]
         taken = alive & result.finite
-        if not taken.all():
+        if np.count_nonzero(taken) < len(taken):
             self._counts.surplus_rows += len(slots) - int(np.count_nonzero(alive))
             for row in np.flatnonzero(alive & ~result.finite).tolist():
                 if running.alive[slots[row]]:  # a consumer may just have ended it

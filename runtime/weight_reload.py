@@ -13,6 +13,7 @@ from tapeout.runtime.engine import Engine
 from tapeout.runtime.engine.replacement import open_replacement
 from tapeout.runtime.llm_options import engine_path
 from tapeout.runtime.loop import EngineLoop
+from tapeout.runtime.turn_lock import TurnLock
 
 logger = logging.getLogger("tapeout")
 
@@ -28,9 +29,7 @@ class WeightReload:
         loop: gives the loop. lock: what guards it. turn: drives it once.
     """
 
-    def __init__(
-        self, loop: Callable[[], EngineLoop], lock: threading.RLock, turn: Callable[[], None]
-    ) -> None:
+    def __init__(self, loop: Callable[[], EngineLoop], lock: TurnLock, turn: Callable[[], None]) -> None:
         self._loop, self._lock, self._turn = loop, lock, turn
         self._one_at_a_time = threading.Lock()
 
@@ -59,8 +58,8 @@ class WeightReload:
                 with self._lock:
                     self._loop().load_weights(replacement)
                     adopt(replacement)
-            except BaseException:
-                replacement.close()
+            except BaseException:  # an interrupt may come when they run already
+                (old if engine() is replacement else replacement).close()
                 raise
             finally:
                 with self._lock:

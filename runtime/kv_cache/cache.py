@@ -20,7 +20,7 @@ from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, RadixTree, page_hash
 from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
-from tapeout.runtime.kv_cache.tables import PageTables
+from tapeout.runtime.kv_cache.tables import Departures, PageTables
 from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PageEvictions, PinnedPrefix, SlotState
 
 #: `token_ids(start, end)`: int32 ids of a request, prompt and output, at these positions.
@@ -99,24 +99,26 @@ class KvCache:
         """Pages that are held."""
         return self.pool.num_pages - self.pool.num_free
 
-    def returning_pages(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages that come back when a slot and all those after it in `slots` are freed.
-
-        A page that several of them share is counted for the first of them, one that others hold for none:
-        the sum over the last slots is what freeing just those gives.
-        """
-        if not self.options.enable_prefix_reuse:  # nobody shares
-            return self._pages.num_used[slots]
-        return self._pages.returning(slots, self.pool.reference_counts)
+    def departures(self) -> Departures:
+        """Counts what comes back when slots are freed one after the other."""
+        # Without the prefix cache nobody shares.
+        return Departures(
+            self._pages, self.pool.reference_counts if self.options.enable_prefix_reuse else None
+        )
 
     @property
     def retired_pages(self) -> int:
         """Pages that stand in no table any more and come back once a step has been read."""
         return len(self._retired)
 
-    def missing_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages each of the slots lacks to hold its `num_tokens` tokens."""
-        return np.maximum(-(-num_tokens // self.tokens_per_page) - self._pages.num_used[slots], 0)
+    def lacking_pages(self, slots: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the slots lack pages to hold their `num_tokens` tokens: int64 [L] indices into `slots`,
+        ascending, and int32 [L] how many pages each of them lacks."""
+        return self._pages.lacking(slots, num_tokens)
+
+    def missing_pages(self, num_tokens: np.ndarray) -> np.ndarray:
+        """int32 [num_slots]: pages that each slot lacks to hold its `num_tokens` tokens."""
+        return self._pages.missing(num_tokens)
 
     def pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.tokens_per_page)
@@ -148,6 +150,8 @@ class KvCache:
         A request that waits is asked about every step: as long as nothing has become available, what was
         said is said again without a search.
         """
+        if not self.options.enable_prefix_reuse:
+            return AdmissionPages(num_pages, available_pages, PrefixMatch())
         namespace = self._namespace(user)
         if self._refused is not None:
             asked, its_namespace, its_pages, answer = self._refused
@@ -157,15 +161,18 @@ class KvCache:
                 and (its_pages, answer.available) == (num_pages, available_pages)
             ):
                 return answer
-        match = PrefixMatch()
-        if self.options.enable_prefix_reuse:
-            # One token is always computed: its logits give the first output token.
-            match = self._cache.match(
-                namespace, token_ids, len(token_ids) - 1, partial=self.options.enable_partial_reuse
-            )
-        needed = num_pages - len(match.path) + self._cache.unheld(match.path)
-        answer = AdmissionPages(needed, available_pages, match)
-        self._refused = None if answer.fits else (token_ids, namespace, num_pages, answer)
+        # One token is always computed: its logits give the first output token.
+        most = len(token_ids) - 1
+        path = self._cache.tree.find(namespace, token_ids, most)
+        needed = num_pages - len(path) + self._cache.unheld(path)
+        answer = AdmissionPages(needed, available_pages, PrefixMatch(path))
+        if not answer.fits:
+            self._refused = token_ids, namespace, num_pages, answer
+            return answer
+        self._refused = None
+        if self.options.enable_partial_reuse:
+            last = self._cache.tree.find_partial(namespace, path, token_ids, most)
+            answer = answer._replace(match=PrefixMatch(path, last))
         return answer
 
     def attach(
@@ -325,7 +332,7 @@ class KvCache:
         """
         size = self.tokens_per_page
         num_tokens = len(token_ids) // size * size
-        path = self._cache.match(self._namespace(user), token_ids, num_tokens, partial=False).path
+        path = self._cache.tree.find(self._namespace(user), token_ids, num_tokens)
         if not path or len(path) * size < num_tokens:
             raise UsageError(
                 f"{len(path) * size} of the prefix's {len(token_ids)} tokens are cached, "

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 
 class PagePool:
@@ -17,16 +15,14 @@ class PagePool:
     so that a small load stays in a few warm pages and a run is reproducible.
 
     Attributes:
-        reference_counts: int32 [num_pages], to read.
+        reference_counts: [num_pages] owners of each page, to read.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        # Python counts one by one, and NumPy reads many: an array of the former is a view of the latter.
         self._references = array("i", bytes(4 * num_pages))
-        self.reference_counts = np.frombuffer(self._references, np.intc)
-        self.reference_counts.flags.writeable = False
+        self.reference_counts: Sequence[int] = self._references
         self._kept = bytearray(num_pages)  # 1: the prefix cache knows what it holds
         self._num_idle = 0
 

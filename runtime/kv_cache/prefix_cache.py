@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-import numpy as np
-
 from tapeout.runtime.kv_cache.events import EventBuffer, EventKind, Tier
 from tapeout.runtime.kv_cache.eviction import EvictionQueue
 from tapeout.runtime.kv_cache.host_tier import HostTier
@@ -70,20 +68,10 @@ class PrefixCache:
 
     # ---- finding ----------------------------------------------------------------------------
 
-    def match(
-        self, namespace: Namespace, token_ids: np.ndarray, max_tokens: int, *, partial: bool
-    ) -> PrefixMatch:
-        """What is cached of the first `max_tokens` ids; nothing is held yet.
-
-        partial: look for the beginning of a further page as well.
-        """
-        path = self.tree.find(namespace, token_ids, max_tokens)
-        last = self.tree.find_partial(namespace, path, token_ids, max_tokens) if partial else None
-        return PrefixMatch(path, last)
-
     def unheld(self, path: Iterable[PageNode]) -> int:
         """Pages of the path that nobody holds: holding it takes so many from the pool."""
-        return sum(not n.on_device or self._pool.references(n.page) == 0 for n in path)
+        references = self._pool.reference_counts
+        return sum([n.page == NO_PAGE or references[n.page] == 0 for n in path])
 
     # ---- holding ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tapeout.runtime.kv_cache.pages import NO_PAGE, pages_for
 
-_FEW_PAGES = 512
+_NONE = np.array(0, np.int32)
 
 
 class PageTables:
@@ -27,11 +27,29 @@ class PageTables:
         self.num_used = np.zeros(num_slots, np.int32)
         self.total = 0
         self._held_tokens = np.zeros(num_slots, np.int32)  # what those pages hold
+        # As arrays, for which NumPy takes less time than for numbers of Python's.
+        self._page_tokens = np.array(tokens_per_page, np.int32)
+        self._last_of_page = np.array(tokens_per_page - 1, np.int32)
 
     def pages_of(self, slot: int) -> list[int]:
         """The slot's pages, in order of the tokens they hold."""
         used: list[int] = self.tables[slot, : self.num_used[slot]].tolist()
         return used
+
+    def lacking(self, slots: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the slots lack pages to hold their `num_tokens` tokens: int64 [L] indices into `slots`,
+        ascending, and int32 [L] how many each lacks."""
+        held = self._held_tokens[slots]
+        # The usual decode step needs no page or few: nothing is done for the others.
+        rows = (num_tokens > held).nonzero()[0]
+        return rows, -((held[rows] - num_tokens[rows]) // self._page_tokens)
+
+    def missing(self, num_tokens: np.ndarray) -> np.ndarray:
+        """int32 [num_slots]: pages that each slot lacks to hold its `num_tokens` tokens."""
+        missing: np.ndarray = num_tokens - self._held_tokens
+        missing += self._last_of_page
+        missing //= self._page_tokens
+        return np.maximum(missing, _NONE, out=missing)
 
     def grow(
         self, slots: np.ndarray, num_tokens: np.ndarray, allocate: Callable[[int], Sequence[int]]
@@ -41,20 +59,18 @@ class PageTables:
         Slots are different ones; when `allocate` raises, none has got any. Returns the slots that got
         pages, None when there are none.
         """
-        short = (num_tokens > self._held_tokens[slots]).nonzero()[0]
-        # The usual decode step needs no page or few: nothing is done for the others.
+        short, more = self.lacking(slots, num_tokens)
         if len(short) == 0:
             return None
         slots = slots[short]
         used = self.num_used[slots]
-        needed = -(-num_tokens[short] // self.tokens_per_page)
-        width, count = self.tables.shape[1], int(needed.sum()) - int(used.sum())
-        if needed.max() > width:
+        needed = used + more
+        width, count = self.tables.shape[1], sum(more.tolist())
+        if np.count_nonzero(needed > width):
             row = int(needed.argmax())
             raise RuntimeError(f"slot {slots[row]} needs {needed[row]} pages, its table holds {width}")
         rows, places = slots * width, used
         if count > len(slots):  # somebody reads context: more than a page for each
-            more = needed - used
             rows = rows.repeat(more)
             places = np.arange(count) - (more.cumsum() - more - used).repeat(more)
         # One index into the flat array: NumPy takes half as long as with two.
@@ -80,38 +96,32 @@ class PageTables:
         self.total -= len(pages)
         return pages
 
-    def returning(self, slots: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """int32 [B]: see `KvCache.returning_pages`. owners: int [num_pages], how many have each page."""
-        returning: np.ndarray = self.num_used[slots]
-        bases = slots * self.tables.shape[1]
-        # Whoever holds a page holds those before it: without a first page that others hold there is none.
-        rows = ((owners[self._flat[bases]] > 1) & (returning > 0)).nonzero()[0]
-        if len(rows):
-            bases = bases[rows]
-            shared = returning[rows]
-            if shared.sum() > _FEW_PAGES:  # else all are looked at, of whomever they are
-                shared = self._num_shared(bases, shared, owners)
-            returning[rows] -= shared
-            ends = shared.cumsum()
-            places = np.arange(ends[-1]) + (bases - ends + shared).repeat(shared)
-            pages, rows = self._flat[places], rows.repeat(shared)
-            turn = pages.argsort(kind="stable")  # those of the same page in the order of rows
-            pages, rows = pages[turn], rows[turn]
-            is_first = np.ones(len(pages), bool)
-            np.not_equal(pages[1:], pages[:-1], out=is_first[1:])
-            first = is_first.nonzero()[0]
-            among_them = np.append(first[1:], len(pages)) - first
-            come_back = first[among_them == owners[pages[first]]]
-            np.add.at(returning, rows[come_back], 1)
-        return returning
 
-    def _num_shared(self, bases: np.ndarray, num_used: np.ndarray, owners: np.ndarray) -> np.ndarray:
-        """int32 [B]: pages of each slot that others hold, too, of slots whose first page others hold. Such
-        pages are the first ones, and halving finds how many; for all slots at once."""
-        low, high = np.ones(len(bases), np.int32), num_used
-        while (open_ := low < high).any():
-            middle = (low + high) >> 1  # of a page that exists, where the search is open
-            is_shared = owners[self._flat[bases + middle * open_]] > 1
-            high = np.where(open_ & ~is_shared, middle, high)
-            low = np.where(open_ & is_shared, middle + 1, low)
-        return low
+class Departures:
+    """Counts the pages that come back when slots are freed one after the other.
+
+    A page that several slots share comes back with the last owner: with none of them while somebody else
+    holds it.
+
+    Args:
+        owners: [num_pages] how many hold each page; None where nobody shares any.
+    """
+
+    def __init__(self, tables: PageTables, owners: Sequence[int] | None) -> None:
+        self._tables, self._owners = tables, owners
+        self._staying: dict[int, int] = {}  # owners left of pages that were shared
+
+    def leave(self, slot: int) -> int:
+        """Pages that come back when this slot is freed, too; each slot leaves once."""
+        count = int(self._tables.num_used[slot])
+        owners, staying = self._owners, self._staying
+        # Whoever holds a page holds those before it: behind one's own there is none that others hold.
+        if owners is None or count == 0 or owners[self._tables.tables.item(slot, 0)] == 1:
+            return count
+        back = 0
+        for place, page in enumerate(self._tables.pages_of(slot)):
+            if owners[page] == 1:
+                return back + count - place
+            left = staying[page] = staying.get(page, owners[page]) - 1
+            back += left == 0
+        return back

@@ -111,6 +111,7 @@ class CapacityScheduler:
         self.policy = policy
         self.num_pages = num_pages
         self.tokens_per_page = tokens_per_page
+        self._page_tokens = np.array(tokens_per_page, np.int32)
         self.max_batch_size = max_batch_size
         self.committed_pages = 0
         self._free_slots = list(range(max_batch_size - 1, -1, -1))
@@ -200,10 +201,12 @@ class CapacityScheduler:
         to be paused."""
         if not self.may_pause:
             return kv_cache.uncommitted_pages(self.committed_pages)
-        slots = running.order
-        tokens = np.maximum(running.context_tokens[slots], running.cached_tokens[slots])
-        tokens = np.minimum(tokens + self.tokens_per_page, running.worst_case_tokens[slots])
-        return kv_cache.num_free - int(kv_cache.missing_pages(slots, tokens).sum())
+        # Of all slots, whoever has them: what runs is picked out at the end, once.
+        tokens = np.maximum(running.context_tokens, running.cached_tokens)
+        tokens += self._page_tokens
+        np.minimum(tokens, running.worst_case_tokens, out=tokens)
+        missing = kv_cache.missing_pages(tokens)[running.order]
+        return kv_cache.num_free - int(missing.sum(dtype=np.int32))
 
     def _admission(self, request: Request, pages: AdmissionPages) -> Admission:
         found = request.cache.attached_tokens

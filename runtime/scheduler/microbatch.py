@@ -11,6 +11,7 @@ from tapeout.runtime.scheduler.running import Running
 
 _UNLIMITED = np.iinfo(np.int32).max
 _NO_CODES = np.zeros(0, np.int8)
+_ONE = np.array(1, np.int32)  # NumPy takes less time for it than for a number of Python's
 #: The reason of a chunk as large as the policy makes them, and of one that the budget made smaller.
 _CUT = {
     ChunkingPolicy.FIRST_COME_FIRST_SERVED: (Reason.CHUNK_BY_LIMIT, Reason.CHUNK_BY_BUDGET),
@@ -57,7 +58,7 @@ class MicroBatchScheduler:
         starts = running.cached_tokens[slots]
         # One comparison tells who simply generates, which in most steps is everybody.
         others = starts >= running.turn_tokens[slots]
-        if not others.any():
+        if not np.count_nonzero(others):  # half the time of any()
             return self._all_generate(step, running, slots, starts)
         places = others.nonzero()[0]
         other_slots, other_starts = slots[places], starts[places]
@@ -76,7 +77,7 @@ class MicroBatchScheduler:
                 left_out.append((Reason.NO_BUDGET, context))
             return _plan(step, running, slots, starts, starts + 1, left_out)
         sizes, codes = self._fill(running, context, context_starts, budget)
-        if not sizes.all():
+        if np.count_nonzero(sizes) < len(sizes):
             served = sizes > 0
             left_out.append((Reason.NO_BUDGET, context[~served]))
             context, context_starts = context[served], context_starts[served]
@@ -94,7 +95,7 @@ class MicroBatchScheduler:
     def _all_generate(self, step: int, running: Running, slots: np.ndarray, starts: np.ndarray) -> StepPlan:
         left_out: list[tuple[Reason, np.ndarray]] = []
         slots, starts = self._in_turn(running, slots, starts, self.max_num_tokens, left_out)
-        return _plan(step, running, slots, starts, starts + 1, left_out)
+        return _plan(step, running, slots, starts, starts + _ONE, left_out)
 
     def _in_turn(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -148,15 +148,16 @@ class StepPlan:
         """int64: slots of those without rows for this reason."""
         return next((slots for why, slots in self.left_out if why is reason), _NO_SLOTS)
 
-    def without(self, rows: np.ndarray, left_out: tuple[tuple[Reason, np.ndarray], ...]) -> StepPlan:
-        """The plan without some rows, and with another `left_out`; rows: [B] bool."""
-        kept = ~rows
-        return replace(
-            self,
-            slots=self.slots[kept],
-            starts=self.starts[kept],
-            ends=self.ends[kept],
-            samples=self.samples[kept],
-            context_codes=self.context_codes[kept[: self.num_context]],
-            left_out=tuple((reason, slots) for reason, slots in left_out if len(slots)),
+    def only(self, rows: np.ndarray, left_out: tuple[tuple[Reason, np.ndarray], ...]) -> StepPlan:
+        """The plan with these rows alone, and with another `left_out`; rows: int64, ascending."""
+        codes = self.context_codes
+        return StepPlan(
+            self.step,
+            self.names,
+            self.slots[rows],
+            self.starts[rows],
+            self.ends[rows],
+            self.samples[rows],
+            codes[rows[: np.searchsorted(rows, len(codes))]] if len(codes) else codes,
+            tuple((reason, slots) for reason, slots in left_out if len(slots)),
         )

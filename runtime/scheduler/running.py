@@ -82,13 +82,18 @@ class Running:
         if self._came:
             order = np.concatenate([self._order, np.array(self._came, np.int64)])
             if not self._came_in_order:  # priorities, or a resumed request
-                arrivals, numbers = self._ranks[:, order]
-                order = order[np.lexsort((numbers, arrivals))]
+                order = order[self.turns(order)]
             self._order, self._came, self._came_in_order = order, [], True
         if self._some_left:
             self._order = self._order[self.planned[self._order]]
             self._some_left = False
         return self._order
+
+    def turns(self, slots: np.ndarray) -> np.ndarray:
+        """int64 [B]: indices into `slots` that put them in the order of their ranks."""
+        arrivals, numbers = self._ranks[:, slots]
+        turns: np.ndarray = np.lexsort((numbers, arrivals))
+        return turns
 
     def names_by_slot(self) -> np.ndarray:
         """object [num_slots]: request ids as they are now, also of requests that have ended. Whoever has the

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from tapeout.plugins.native.host import detect_host
 from tapeout.runtime import LLM, RequestOutput, SamplingParams, loading
 from tapeout.runtime.engine.manifest import KvCacheLayout, Limits, Manifest, ModelFacts, TokenizerFacts
 from tapeout.runtime.scheduler.policies import ChunkingPolicy
+from tapeout.runtime.turn_lock import TurnLock
 
 LEVEL = detect_host().level
 VOCAB = 280
@@ -467,3 +470,77 @@ def test_a_trace_that_cannot_be_written_disturbs_nobody(
         llm.close()
     assert sum("cannot be written" in r.getMessage() for r in caplog.records) == 1
     llm.close()
+
+
+#: Lines of the runtime's code from one interruption to the next; odd, so that loops do not hide behind it.
+INTERRUPT_EVERY = 277
+RUNTIME = Path(loading.__file__).parent
+
+
+def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
+    """Ctrl-C once so many lines of the runtime have run in a call; whether it came to that."""
+    left = line
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                os.kill(os.getpid(), signal.SIGINT)
+        return count
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        return count if frame.f_code.co_filename.startswith(str(RUNTIME)) else None
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+def test_an_interrupt_anywhere_ends_its_call_and_nothing_else(make_llm: Callable[..., LLM]) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    wanted = ["Hello 👍 there", "aaaa", "one two three", "Hello 👍 there"]
+    line, times, llm = 1, 0, make_llm(answers(TABLE))
+    while True:
+        other = llm.stream("Count", GREEDY)
+        text = next(other).outputs[0].text
+        if not interrupted_at(line, lambda: llm.generate(["Hi", "A", "Hi", "A"], GREEDY)):
+            break
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        text += "".join(delta.outputs[0].text for delta in other)
+        assert text == "one two three", f"after line {line}"
+        outputs = llm.generate(["Hi", "A", "Count", "Hi"], GREEDY)
+        assert [o.outputs[0].text for o in outputs] == wanted, f"after line {line}"
+        while llm._loop.step():
+            pass
+        stats = llm.stats()
+        assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+        assert llm._loop.capacity.num_free_slots == LIMITS.max_batch_size, f"after line {line}"
+        assert stats.kv_pages_used == 0, f"after line {line}"
+        line, times = line + INTERRUPT_EVERY, times + 1
+    assert times > 20
+    other.close()
+
+
+def test_who_interrupts_twice_is_not_kept_waiting() -> None:
+    lock, done = TurnLock(), []
+
+    def hold(times: int) -> None:
+        with lock, lock:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append(times)
+
+    with pytest.raises(KeyboardInterrupt):
+        hold(1)
+    assert done == [1], "the first one waits"
+    with pytest.raises(KeyboardInterrupt):
+        hold(2)
+    assert done == [1, 2], "the second one does not"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

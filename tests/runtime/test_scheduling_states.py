@@ -29,12 +29,13 @@ from hypothesis.stateful import (
 
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime import loop as loop_module
-from tapeout.runtime.kv_cache import CacheUser, KvCache, PinnedPrefix, PrefixCacheOptions, tables
+from tapeout.runtime.kv_cache import CacheUser, KvCache, PinnedPrefix, PrefixCacheOptions
 from tapeout.runtime.scheduler import room
 from tapeout.runtime.scheduler.plan import Reason, StepPlan
 from tapeout.runtime.scheduler.policies import CapacityPolicy, ChunkingPolicy
 from tapeout.runtime.scheduler.record import PauseCause, StepRecord
 from tapeout.runtime.scheduler.request import FinishReason
+from tapeout.runtime.scheduler.room import LackingRows
 from tapeout.runtime.scheduler.running import Running
 
 MAX_SEQ_LEN = 24
@@ -278,12 +279,12 @@ class Scheduling(RuleBasedStateMachine):
 
 
 def fewest_to_pause(
-    plan: StepPlan, lacking: np.ndarray, running: Running, kv_cache: KvCache, draining: np.ndarray
+    plan: StepPlan, lacking: LackingRows, running: Running, kv_cache: KvCache, draining: list[int]
 ) -> list[int]:
     """What `slots_to_pause` is to find, by trying: one more from behind until the others have enough."""
-    need = dict(zip(plan.slots.tolist(), lacking.tolist(), strict=True))
+    need = dict(zip(plan.slots[lacking.rows].tolist(), lacking.pages.tolist(), strict=True))
     ending = [s for reason, slots in plan.left_out if reason is Reason.ALL_PLANNED for s in slots.tolist()]
-    going = [*draining.tolist(), *ending]
+    going = [*draining, *ending]
     staying = [slot for slot in running.order.tolist() if slot not in ending]
     paused: list[int] = []
     while len(staying) > 1:
@@ -304,8 +305,6 @@ def state_machine(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> ty
         return found
 
     monkeypatch.setattr(loop_module, "slots_to_pause", checked)
-    monkeypatch.setattr(room, "_FEW", 1)  # so that the first look often does not suffice
-    monkeypatch.setattr(tables, "_FEW_PAGES", 4)  # nor are these always few
     return type("BoundScheduling", (Scheduling,), {"fakes": fakes})
 
 

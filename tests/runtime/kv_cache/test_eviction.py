@@ -147,11 +147,13 @@ def test_pages_of_running_requests_are_no_victims() -> None:
         kv._cache.allocate(4)
     other = kv.ask(ids, CacheUser(), 4, kv.uncommitted_pages(4))
     assert (other.needed, other.available) == (1, 2), "three of its four pages are held already"
-    assert kv.returning_pages(np.array([1])).tolist() == [3]
+    assert kv.departures().leave(1) == 3
     kv.attach(2, ids, CacheUser(), other.match)
-    assert kv.returning_pages(np.array([1])).tolist() == [0], "the other holds them, too"
-    assert kv.returning_pages(np.array([1, 2, 3])).tolist() == [3, 0, 0]
-    assert kv.missing_pages(np.array([1, 3]), np.array([13, 5])).tolist() == [1, 2]
+    assert kv.departures().leave(1) == 0, "the other holds them, too"
+    departures = kv.departures()
+    assert [departures.leave(slot) for slot in (3, 2, 1)] == [0, 0, 3]
+    rows, missing = kv.lacking_pages(np.array([2, 1, 3]), np.array([12, 13, 5]))
+    assert (rows.tolist(), missing.tolist()) == ([1, 2], [1, 2])
 
 
 def test_the_host_keeps_what_is_worth_more() -> None:
