@@ -130,8 +130,9 @@ def test_layers_of_code_that_is_not_the_librarys_are_all_traced(
     assert 3.0 in [a for n in graph.graph.nodes if "mul" in str(n.target) for a in n.args]
 
 
+@pytest.mark.parametrize("asked", ["class", "weight"])
 def test_what_asks_for_a_layers_class_or_weight_gets_that_of_the_layer(
-    models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int], asked: str
 ) -> None:
     """The model's own code is the library's, and looks at its layers: a stand-in must answer as they do."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -147,13 +148,16 @@ def test_what_asks_for_a_layers_class_or_weight_gets_that_of_the_layer(
         angles = self.rotary_emb(x, position_ids=position_ids)
         for layer in self.layers:
             x = layer(x, attention_mask=mask, position_embeddings=angles, cache=cache)
-            x = x * 2 if isinstance(layer, modeling_llama.LlamaDecoderLayer) else x
-            x = x * layer.input_layernorm.weight
+            if asked == "weight":
+                x = x * layer.input_layernorm.weight
+            elif isinstance(layer, modeling_llama.LlamaDecoderLayer):
+                x = x * 2
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     path = models.make_tiny("llama", tmp_path / "m", num_hidden_layers=4)
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
     graph = trace_source(open_model(str(path)), "float32")[0]
+    assert copied == ([2, 3] if asked == "class" else [])
     full = whole(monkeypatch, path)
     assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"] == [
         str(n.target) for n in full.graph.nodes if n.op == "call_function"
