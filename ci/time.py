@@ -48,6 +48,10 @@ def run(folder: Path, timings: Path, target: str, earlier: Path | None = None) -
             file=sys.stderr,
         )
         return 2
+    for where in (timings, earlier):
+        if where is not None and where.exists() and not where.is_dir():
+            print(f"error: {where} is a file, expected a folder of timings", file=sys.stderr)
+            return 2
     failed = 0
     for pack in mine:
         cache = timings / pack.parent.name / f"{pack.stem}.json"
@@ -55,6 +59,8 @@ def run(folder: Path, timings: Path, target: str, earlier: Path | None = None) -
         print(f"{pack} -> {cache}", flush=True)
         command = ["tapeout", "time", str(pack), "-o", str(cache)]
         known = cache if earlier is None or cache.exists() else earlier / pack.parent.name / cache.name
+        if earlier is not None and not known.exists():  # nothing was timed so far, or it is the wrong folder
+            print(f"note: there is no {known}: the timing cache gets what the pack holds alone", flush=True)
         if known.exists():
             command += ["--timing-cache", str(known)]
         code = subprocess.run(command, check=False).returncode

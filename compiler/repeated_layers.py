@@ -5,7 +5,8 @@ of layer two are traced and compared; for each of the others the model is given 
 node in the graph, in whose place the nodes of the second are copied, with the layer's own weights and index.
 
 Where anything does not fit the model is traced whole: a layer that computes with its own index or takes
-something that the one before did not take, two that are alike and were not traced alike.
+something that the one before did not take, two that are alike and were not traced alike, code that does not
+come with transformers.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ class Layers:
         return f"{self.name}.{target}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
+def from_the_library(model: nn.Module) -> bool:
+    """Is all of its code transformers' own? Other code may count its calls or look up numbers by a layer's
+    index where `alike` cannot see it."""
+    return all(type(m).__module__.partition(".")[0] in ("torch", "transformers") for m in model.modules())
+
+
 def find_layers(model: nn.Module, count: int) -> Layers | None:
     """The list of `count` decoder layers, when some of them are alike; None when nothing is to be saved."""
     lists = {
@@ -100,6 +107,11 @@ class _StandIn(nn.Module):
     def __init__(self, layer: nn.Module, index: int, calls: _Calls, template: int) -> None:
         super().__init__()
         self._instead = (layer, index, calls, template)  # in a tuple: its parameters are not the model's
+
+    @property
+    def __class__(self) -> type:
+        """What the model asks with isinstance is the layer's class."""
+        return type(super().__getattribute__("_instead")[0])
 
     def __getattr__(self, name: str) -> Any:
         """What the model reads of its layers (`attention_type`) it reads of the layer."""

@@ -23,7 +23,14 @@ from tapeout.compiler import experts as _experts  # noqa: F401 (registers the ex
 from tapeout.compiler.graph import Graph, to_numpy, weight_placeholder
 from tapeout.compiler.interface import INTERFACE, NoCache, Recorder, masks_as_tensors, recording
 from tapeout.compiler.masks import MarkOnes
-from tapeout.compiler.repeated_layers import Layers, NotRepeated, expand, find_layers, skipping
+from tapeout.compiler.repeated_layers import (
+    Layers,
+    NotRepeated,
+    expand,
+    find_layers,
+    from_the_library,
+    skipping,
+)
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 
@@ -66,11 +73,11 @@ def trace(model: nn.Module, parameter: FindWeight) -> Graph:
         UnsupportedError: the code cannot be exported, or its attention is not understood.
     """
     count = model.config.get_text_config().num_hidden_layers
-    layers = find_layers(model, count)
+    layers = find_layers(model, count) if from_the_library(model) else None
     with _without_storage(model) as buffers:
         exported = None
         if layers is not None:
-            with suppress(NotRepeated):
+            with suppress(NotRepeated, UnsupportedError):  # what the whole trace says of it is told
                 exported = _export_repeated(model, layers)
         program, parameters, seen = exported or _export(model)
         if model.config._attn_implementation == INTERFACE:  # else a pass counts attention: it is written out

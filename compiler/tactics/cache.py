@@ -147,7 +147,7 @@ def _checked(entries: Any) -> dict[str, dict[str, Any]]:
             raise ValueError(f"entry {key} does not hold times of steps with their winners")
         if "region" in entry and not all(map(_is_region, (s for o in outcomes for s in o.values()))):
             raise ValueError(f"entry {key} does not hold times of regions with their segments")
-        if "gpu" in entry and not _is_gpu(entry["gpu"]):
+        if ("gpu" in entry or "region" in entry) and not _is_gpu(entry.get("gpu")):
             raise ValueError(f"entry {key} does not say which GPU it is of")
     return entries
 

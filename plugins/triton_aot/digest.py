@@ -65,16 +65,16 @@ def kernel_digest(spec: KernelSpec) -> str:
         tuple(sorted(spec.divisible_by_16)),
         spec.fp_fusion,
     )
-    digest = _begun(spec.module, spec.function).copy()
+    digest = _begun(triton_version(), spec.module, spec.function).copy()
     digest.update(repr(rest)[1:].encode())
     return str(digest.hexdigest())
 
 
 @cache
-def _begun(module: str, function: str) -> Any:
+def _begun(version: str, module: str, function: str) -> Any:
     """The hash of what all specs of a kernel share, and of the beginning of the tuple that holds it: a build
     asks for thousands of digests, and a kernel's source is long."""
-    shared = (RECIPE_VERSION, triton_version(), _source_closure(module, function))
+    shared = (RECIPE_VERSION, version, _source_closure(module, function))
     return hashlib.sha256(f"{repr(shared)[:-1]}, ".encode())
 
 

@@ -148,6 +148,12 @@ class TestFile:
         with pytest.raises(UsageError, match=r"not a timing cache: entry k does not say which GPU it is of"):
             TimingCache.load(path)
 
+    def test_times_of_a_region_without_a_gpu_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "gpus.json"
+        path.write_text(json.dumps({"version": 1, "entries": {"k": {"region": "r", "rows": {}}}}))
+        with pytest.raises(UsageError, match=r"not a timing cache: entry k does not say which GPU it is of"):
+            TimingCache.load(path)
+
 
 LIMITS = Limits(max_batch_size=2, max_num_tokens=2, max_seq_len=64, tokens_per_page=16)
 ADD = OpSignature("add", (TensorType("float32", ("T", 16)),) * 2, (), (TensorType("float32", ("T", 16)),))

@@ -107,6 +107,64 @@ def test_layers_that_are_called_differently_are_all_traced(
     assert lower_fused(ours, path) == lower_fused(whole(monkeypatch, path), path)
 
 
+def test_layers_of_code_that_is_not_the_librarys_are_all_traced(
+    models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+) -> None:
+    """They look alike and the first two compute alike; the third's number is looked up by a function."""
+    from transformers.models.llama import modeling_llama
+
+    numbers = [1.0, 1.0, 3.0, 1.0]
+
+    def number_of(layer: Any) -> float:
+        return numbers[layer.self_attn.layer_idx]
+
+    class Numbered(modeling_llama.LlamaDecoderLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            given: torch.Tensor = super().forward(hidden_states, **kwargs)
+            return given * number_of(self)
+
+    path = models.make_tiny("llama", tmp_path / "m", num_hidden_layers=4)
+    monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", Numbered)
+    graph = trace_source(open_model(str(path)), "float32")[0]
+    assert copied == []
+    assert 3.0 in [a for n in graph.graph.nodes if "mul" in str(n.target) for a in n.args]
+
+
+@pytest.mark.parametrize("asked", ["class", "weight"])
+def test_what_asks_for_a_layers_class_or_weight_gets_that_of_the_layer(
+    models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int], asked: str
+) -> None:
+    """The model's own code is the library's, and looks at its layers: a stand-in must answer as they do."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+    from transformers.models.llama import modeling_llama
+
+    def forward(
+        self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Any, **_: Any
+    ) -> BaseModelOutputWithPast:
+        x = self.embed_tokens(input_ids)
+        mask = modeling_llama.create_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=None, cache=cache, position_ids=position_ids
+        )
+        angles = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers:
+            x = layer(x, attention_mask=mask, position_embeddings=angles, cache=cache)
+            if asked == "weight":
+                x = x * layer.input_layernorm.weight
+            elif isinstance(layer, modeling_llama.LlamaDecoderLayer):
+                x = x * 2
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    path = models.make_tiny("llama", tmp_path / "m", num_hidden_layers=4)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    graph = trace_source(open_model(str(path)), "float32")[0]
+    assert copied == ([2, 3] if asked == "class" else [])
+    full = whole(monkeypatch, path)
+    assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"] == [
+        str(n.target) for n in full.graph.nodes if n.op == "call_function"
+    ]
+    assert list(graph.weights.items()) == list(full.weights.items())
+
+
 def lower_fused(graph: Graph, path: Path) -> str:
     passes = passes_for(BuildOptions())
     run_passes(graph, passes, expected_matches(open_model(str(path)).config, passes))
