@@ -79,7 +79,7 @@ def test_equal_hashes_are_not_equal_pages(monkeypatch: pytest.MonkeyPatch) -> No
 
     def cached(ids: list[int]) -> int:
         array = np.array([*ids, 5], np.int32)
-        return kv.attach(0, array, CacheUser(), kv.ask(array, CacheUser(), 3, 0).match).cached_tokens
+        return kv.attach(0, array, CacheUser(), kv.ask(array, CacheUser(), 3, 8).match).cached_tokens
 
     for ids, expected in (
         ([1, 2, 3], 0),
