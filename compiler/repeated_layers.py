@@ -108,7 +108,7 @@ class _StandIn(nn.Module):
         super().__init__()
         self._instead = (layer, index, calls, template)  # in a tuple: its parameters are not the model's
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         """What the model asks with isinstance is the layer's class."""
         return type(super().__getattribute__("_instead")[0])
