@@ -185,6 +185,7 @@ def kernel_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         importlib.invalidate_caches()
         linecache.clearcache()
         digest._source_closure.cache_clear()
+        digest._begun.cache_clear()
 
     return write
 

@@ -22,7 +22,7 @@ from tapeout.plugins.cuda import kernels_of
 from tapeout.plugins.errors import TapeoutError, UnsupportedError
 from tapeout.plugins.registry import cuda_tactics
 from tapeout.plugins.triton_aot import SCRATCH_TYPES, compile_all, compile_kernel, kernel_digest
-from tapeout.plugins.triton_aot.digest import _source_closure, kernel_function
+from tapeout.plugins.triton_aot.digest import _begun, _source_closure, kernel_function
 
 _POINTER_KINDS = {"input", "output", "weight", "step", "workspace"}
 
@@ -235,6 +235,7 @@ def test_digest_reaches_helpers_and_globals(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, "aot_probe", raising=False)
         _source_closure.cache_clear()
+        _begun.cache_clear()
         spec = replace(
             variants(90)["rope.triton:rope"], module="aot_probe", function="kernel",
             signature=(("p", "*fp32"),), constants={}, divisible_by_16=(),
