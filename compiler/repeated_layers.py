@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -90,8 +91,11 @@ def find_layers(model: nn.Module, count: int) -> Layers | None:
         return None
     (name,) = outer
     modules = lists[name]
+    users = Counter(id(tensor) for module in modules for tensor in module.parameters())
     groups: list[list[int]] = []
     for i, module in enumerate(modules):
+        if any(users[id(tensor)] > 1 for tensor in module.parameters()):
+            continue  # a parameter that layers share has the name of one of them
         group = next((g for g in groups if alike(modules[g[0]], module, g[0], i)), None)
         if group is None:
             groups.append([i])

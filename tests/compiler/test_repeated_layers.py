@@ -242,6 +242,11 @@ def test_kinds_are_found_where_something_is_saved() -> None:
             super().__init__()
             self.blocks = nn.ModuleList(layers)
 
+    tied = [Layer(i) for i in range(7)]
+    tied[5].linear.weight = tied[3].linear.weight
+    found = find_layers(Model(*tied), 7)
+    assert found is not None
+    assert [kind.members for kind in found.kinds] == [(0, 1, 2, 4, 6)]
     found = find_layers(Model(*(Layer(i, scale=float(i % 2)) for i in range(7))), 7)
     assert found is not None
     assert (found.name, [kind.members for kind in found.kinds]) == ("blocks", [(0, 2, 4, 6), (1, 3, 5)])
