@@ -59,7 +59,8 @@ def test_documented_commands_parse(line: str, tmp_path: Path, monkeypatch: pytes
     line = re.split(r"\s{3,}|[|>]", line)[0]
     args = shlex.split(line, comments=True)
     for word in args:
-        if word.endswith((".yaml", ".jsonl")):  # read by the parser when it checks that they exist
+        if word.endswith((".yaml", ".json", ".jsonl")):  # read by the parser when it checks that they exist
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
             Path(word).touch()
     try:
         parse(cli, args[1:])

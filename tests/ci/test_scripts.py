@@ -159,9 +159,11 @@ def test_timings_of_another_gpu_are_refused_by_name(stages: dict[str, str], plac
 
 
 def test_a_pack_that_fails_keeps_no_other_from_being_timed(stages: dict[str, str], place: Place) -> None:
-    packs, made = place.folder / "two" / "packs", place.folder / "out" / "packs" / "tiny"
+    place.run("ci/compile.sh", "engines.yaml", "two", "timed-never")
+    packs, made = place.folder / "two" / "packs", place.folder / "two" / "packs" / "tiny"
     for model in ("a-damaged", "b-whole", "c-without-note"):
         shutil.copytree(made, packs / model)
+    shutil.rmtree(made)
     damaged = packs / "a-damaged" / "sm_90.pack"
     damaged.write_bytes(damaged.read_bytes()[:-9])
     (packs / "c-without-note" / "sm_90.pack.key.json").unlink()

@@ -199,7 +199,7 @@ def test_pages_that_others_share_do_not_count_as_coming_back(
 
     def checked(plan: Any, lacking: Any) -> Any:
         free = kv.num_free
-        short = int(lacking.sum()) - free
+        short = lacking.total - free
         fitted = make_room(plan, lacking)
         pauses = rig.loop._decisions.paused
         told.append(len(pauses))
