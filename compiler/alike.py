@@ -29,7 +29,7 @@ def alike(a: nn.Module, b: nn.Module, a_index: int, b_index: int) -> bool:
         x, y = own_a[name], own_b[name]
         if type(x) is int and type(y) is int and (x, y) == (a_index, b_index):
             indices.add(name)
-        elif not _same(x, y, a, b):
+        elif not same(x, y, a, b):
             return False
     if indices and not _only_for_the_cache(a.__class__, frozenset(indices)):
         return False
@@ -55,7 +55,8 @@ def _same_tensors(a: nn.Module, b: nn.Module) -> bool:
     return True
 
 
-def _same(x: Any, y: Any, a: nn.Module, b: nn.Module) -> bool:
+def same(x: Any, y: Any, a: nn.Module | None = None, b: nn.Module | None = None) -> bool:
+    """One object, or plain values and containers that hold the same; methods of `a` are those of `b`."""
     if x is y:
         return True
     if type(x) is not type(y):
@@ -65,11 +66,11 @@ def _same(x: Any, y: Any, a: nn.Module, b: nn.Module) -> bool:
             (x.__self__ is a and y.__self__ is b) or x.__self__ is y.__self__
         )
     if isinstance(x, partial):
-        return _same((x.func, x.args, x.keywords), (y.func, y.args, y.keywords), a, b)
+        return same((x.func, x.args, x.keywords), (y.func, y.args, y.keywords), a, b)
     if isinstance(x, (list, tuple)):
-        return len(x) == len(y) and all(_same(p, q, a, b) for p, q in zip(x, y, strict=True))
+        return len(x) == len(y) and all(same(p, q, a, b) for p, q in zip(x, y, strict=True))
     if isinstance(x, dict):
-        return list(x) == list(y) and all(_same(x[k], y[k], a, b) for k in x)
+        return list(x) == list(y) and all(same(x[k], y[k], a, b) for k in x)
     if isinstance(x, (set, frozenset)):
         return bool(x == y)
     return isinstance(x, _PLAIN) and bool(x == y)

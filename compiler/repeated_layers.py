@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tapeout.compiler.alike import alike
+from tapeout.compiler.alike import alike, same
 from tapeout.plugins.registry import OPS
 
 _LIBRARY = torch.library.Library("tapeout_trace", "DEF")
@@ -151,7 +151,7 @@ class _Calls:
 
     def skip(self, index: int, template: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x, rest = _hidden(args, kwargs)
-        if template not in self._gave or not _same_arguments(self._taken[template], rest):
+        if template not in self._gave or not same(self._taken[template], rest):
             raise NotRepeated(f"layer {index} takes other arguments than layer {template}")
         self.skipped.append(index)
         # What else a layer gives (attention weights) is the template's: using it is found in the graph.
@@ -171,19 +171,6 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor)
 
 def _with_first(result: Any, first: torch.Tensor) -> Any:
     return (first, *result[1:]) if isinstance(result, tuple) else first
-
-
-def _same_arguments(a: Any, b: Any) -> bool:
-    """The same tensors and objects; containers and plain values by what they hold."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_same_arguments, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_arguments(a[k], b[k]) for k in a)
-    return isinstance(a, (bool, int, float, str)) and bool(a == b)
 
 
 @contextmanager
