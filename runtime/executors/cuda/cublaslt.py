@@ -277,19 +277,20 @@ class CublasLt:
 
         The first time, the library loads kernels: make such a call once before it is captured. Kernels of
         the library wait for nothing by themselves; queued without programmatic dependent launch they start
-        when all that was queued before has ended.
+        when all that was queued before has ended. The launch behind the call may overlap where the call
+        ended with a kernel.
         """
         data = _algorithm(algorithm)
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(float(call.has_addend))
         c = call.addend if call.has_addend else call.out  # not read where beta is 0
         with self._described(call) as made, relaxed_capture():
-            stream.whole_before_next = True
             self._library.call(
                 "cublasLtMatmul", self._handle, made.operation, ctypes.byref(alpha), call.weight, made.a,
                 call.x, made.b, ctypes.byref(beta), c, made.c, call.out, made.d, ctypes.byref(data),
                 call.workspace, call.workspace_bytes, int(stream.handle),
                 doing=f"queueing {_shape(call)}",
             )  # fmt: skip
+        stream.whole_before_next = not stream.ends_with_kernel()
 
     def close(self) -> None:
         if self._handle:

@@ -139,7 +139,7 @@ class Stream:
     """A non-blocking stream.
 
     whole_before_next: the next launch waits for all that was queued (see `launch`). So it has to be behind a
-        library's call: what nodes it was, and on what terms they end, only the library knows.
+        library's call whose last node is no kernel.
     """
 
     def __init__(self) -> None:
@@ -165,6 +165,14 @@ class Stream:
     def wait_for(self, event: Event) -> None:
         """Let what is queued from now on begin after the event; the host does not wait."""
         check(cu.cuStreamWaitEvent(self.handle, event.handle, 0), "ordering two streams")
+
+    def ends_with_kernel(self) -> bool:
+        """Whether the stream is captured and ends with one kernel, whoever launched it."""
+        state, _, _, nodes, *_ = check(cu.cuStreamGetCaptureInfo(self.handle), "asking what was captured")
+        if state != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE or len(nodes) != 1:
+            return False
+        kind = check(cu.cuGraphNodeGetType(nodes[0]), "asking what was captured")
+        return bool(kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL)
 
     def wait(self) -> None:
         check(cu.cuStreamSynchronize(self.handle), "waiting for the device")
@@ -247,7 +255,7 @@ def launch(
 
     grid: programs. cluster: blocks a program is. overlap: blocks may start before the launch ahead has
     ended (programmatic dependent launch), unless the stream's next launch waits for everything: such an edge
-    is one between kernels, and a library may end with another node.
+    is one between kernels. The one ahead may be a library's: this one waits for its end by itself.
     """
     overlap, stream.whole_before_next = overlap and not stream.whole_before_next, False
     config = cu.CUlaunchConfig()

@@ -52,6 +52,7 @@ class FakeCuda:
         self.fail: set[str] = set()  # calls that report an error
         self.contextless_calls: list[str] = []
         self.capture_mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL  # of the one thread
+        self.node_types: dict[str, Any] = {}  # of what is captured, by symbol, where it is no kernel
         self.stream_waits: list[tuple[int, int]] = []  # (stream that waits, event)
         self._current = threading.local()
         self._blocks: dict[int, Any] = {}
@@ -227,6 +228,20 @@ class FakeCuda:
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
         before, self.capture_mode = self.capture_mode, mode
         return self._done("cuThreadExchangeStreamCaptureMode", before)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        """The last node of a capture is its place among the launches."""
+        states = real.CUstreamCaptureStatus
+        if self._recording is None:
+            return self._done("cuStreamGetCaptureInfo", states.CU_STREAM_CAPTURE_STATUS_NONE, 0, 0, [], [], 0)
+        last = [len(self._recording) - 1] if self._recording else []
+        active = states.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return self._done("cuStreamGetCaptureInfo", active, 1, 0, last, [], len(last))
+
+    def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:
+        assert self._recording is not None
+        kernel = real.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+        return self._done("cuGraphNodeGetType", self.node_types.get(self._recording[node].symbol, kernel))
 
     def cuStreamEndCapture(self, stream: int) -> tuple[Any, ...]:
         result = self._made("cuStreamEndCapture", "graph")
