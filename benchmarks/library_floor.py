@@ -141,13 +141,15 @@ def _teraflops(operations: float, times: dict[str, Any]) -> float:
     return round(operations / times["last_half_median_ms"] / 1e9, 1)
 
 
-def conditions() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE, check=False
-    )
+def conditions(commit: str | None) -> dict[str, Any]:
+    if commit is None:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE, check=False
+        )
+        commit = described.stdout.strip() or "unknown"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit,
         "gpu": torch.cuda.get_device_name(),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "torch": torch.__version__,
@@ -162,13 +164,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="2048,8192", help="prompt lengths, by commas (%(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each whole step (%(default)s)")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the record")
+    parser.add_argument("--commit", help="where the checkout's own is not known")
     asked = parser.parse_args()
     pynvml.nvmlInit()
     device = pynvml.nvmlDeviceGetHandleByIndex(0)
     record = {
         "benchmark": "library_floor",
         "what": (__doc__ or "").splitlines()[0],
-        "conditions": conditions(),
+        "conditions": conditions(asked.commit),
         "settings": {"seconds": asked.seconds, "power_limit_w": _limit_w(device)},
         "prompts": [measured(int(n), asked.seconds, device) for n in asked.tokens.split(",")],
     }
