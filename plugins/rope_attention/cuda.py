@@ -123,5 +123,4 @@ TACTICS: tuple[CudaTactic, ...] = (
     DecodeEarly(64, warps=4, per_sm=1),
     DecodeEarly(64, warps=4, per_sm=4),
     DecodeEarly(128, warps=8, per_sm=1),
-    DecodeEarly(256, warps=8, per_sm=1),
 )

@@ -90,14 +90,7 @@ class DecodeEarly(DecodeTurned):
 
     max_rows = 4
     _kernel = "rope_attention.triton_early:decode_early"
-    _MOST_HELD = 128 * 128  # elements of a tile's keys that registers hold
 
     def __init__(self, block_n: int, warps: int, per_sm: int) -> None:
         super().__init__(block_n, warps, stages=1, per_sm=per_sm)
         self.name = f"triton_decode_early_{block_n}_w{warps}_x{per_sm}"
-
-    def unsupported(self, signature: OpSignature, target: CudaTarget) -> str | None:
-        dim = int(signature.inputs[1].shape[2])
-        if self._block_n * dim > self._MOST_HELD:
-            return f"registers do not hold {self._block_n} keys of {dim} elements"
-        return super().unsupported(signature, target)
