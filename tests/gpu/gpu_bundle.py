@@ -61,6 +61,7 @@ SMALL: dict[str, Any] = {
 #: The model whose products are a library's: small, yet some tiles wide.
 WIDE: dict[str, Any] = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 #: Models of the packs, each with further ops, or ops with further attributes: what makes them small.
+_ALIBI = {n: SMALL[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
 _LATENT = {**SMALL, "num_key_value_heads": 8, "q_lora_rank": 64}
 PACKED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("llama", "qwen3", "gemma2", "mixtral", "starcoder2"), SMALL),
@@ -70,9 +71,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "minicpm3": {**_LATENT, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
                  "head_dim": 32, "v_head_dim": 64},
     # ALiBi, with heads of 64 and of 128 elements.
-    "bloom": SMALL,
-    "mpt": {**SMALL, "num_attention_heads": 4},
-    "falcon": {**SMALL, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    "bloom": _ALIBI,
+    "mpt": {**_ALIBI, "num_attention_heads": 4},
+    "falcon": {**_ALIBI, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
 }  # fmt: skip
 #: Positions HF answers, in smollm2.json.
 NEW_TOKENS = 64
