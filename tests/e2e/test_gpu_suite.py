@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 
 import gpu_families
 import make_families
+from gpu_bfloat16 import near_ties
 from gpu_bundle import ENGINES, Bundle, open_bundle, pack_engines
 from gpu_cases import Answer, differences
 from gpu_families import ANSWERS, FAMILIES, LIMITS, family_file, wrong_answers
@@ -82,6 +83,17 @@ def test_a_step_that_never_occurs_fails(bundle: Bundle, monkeypatch: pytest.Monk
 def test_log_probabilities_are_compared(logprob: float | None, wrong: int) -> None:
     want = Answer([1, 2], -7.0, "length")
     assert len(differences([[replace(want, logprob=logprob)]], [[want]])) == wrong
+
+
+def test_other_ids_are_right_at_near_ties_alone() -> None:
+    """Hugging Face's gap is at most twice its bfloat16's error, where the ids first differ."""
+    known = {
+        name: {"greedy": [5, 6, 7], "gaps": [9.0, gap, 9.0], "bf16_errors": [0.1, 0.1, 0.1]}
+        for name, gap in {"same": 9.0, "tie": 0.2, "decided": 0.21}.items()
+    }
+    lines, wrong = near_ties(known, {"same": [5, 6, 7], "tie": [5, 8, 1], "decided": [5, 8, 7]})
+    assert [line.split(",")[0] for line in lines] == ["tie: token 1", "decided: token 1"]
+    assert wrong == lines[1:]
 
 
 def test_the_record_decides_which_families_run() -> None:

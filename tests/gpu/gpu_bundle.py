@@ -4,6 +4,7 @@ bundle.json                     target, SM, digest of the code it was made with
 engines.tar.xz                  all engines: kernels that many have travel once
 MODEL.engine MODEL.json         tiny float32 models: an engine, the CPU engine's answers
 family_NAME.engine families.json   the same of the families of `tapeout models`, see gpu_families.py
+bf16_NAME.engine bf16_NAME.json   families in bfloat16, see gpu_bfloat16.py and make_bfloat16.py
 invariant.engine                bfloat16, --batch-invariant
 cublaslt.engine cublaslt.json   bfloat16, all products by cuBLASLt, their algorithms left open; CPU logits
 other_sm.engine huge.engine     must be refused: for another SM; with an arena no GPU has room for
@@ -59,6 +60,21 @@ SMALL: dict[str, Any] = {
 }
 #: The model whose products are a library's: small, yet some tiles wide.
 WIDE: dict[str, Any] = {**SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+#: Models of the packs, each with further ops, or ops with further attributes: what makes them small.
+_ALIBI = {n: SMALL[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+_LATENT = {**SMALL, "num_key_value_heads": 8, "q_lora_rank": 64}
+PACKED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "mixtral", "starcoder2"), SMALL),
+    # Latent attention with the sizes of a head in DeepSeek V3 and in MiniCPM 3.
+    "deepseek_v3": {**_LATENT, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+                    "v_head_dim": 128, "first_k_dense_replace": 2},
+    "minicpm3": {**_LATENT, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+                 "head_dim": 32, "v_head_dim": 64},
+    # ALiBi, with heads of 64 and of 128 elements.
+    "bloom": _ALIBI,
+    "mpt": {**_ALIBI, "num_attention_heads": 4},
+    "falcon": {**_ALIBI, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+}  # fmt: skip
 #: Positions HF answers, in smollm2.json.
 NEW_TOKENS = 64
 
@@ -137,7 +153,8 @@ def code_digest(wanted: Callable[[str], bool] = lambda path: True) -> str:
     return digest.hexdigest()
 
 
-_OWN = ("gpu_bundle.py", "gpu_cases.py", "gpu_families.py", "make_bundle.py", "make_families.py")
+_OWN = ("gpu_bfloat16.py", "gpu_bundle.py", "gpu_cases.py", "gpu_families.py", "make_bfloat16.py",
+        "make_bundle.py", "make_families.py")  # fmt: skip
 
 
 # ---- SmolLM2, which travels beside the bundle ---------------------------------------------------

@@ -281,14 +281,36 @@ def packed_step(rows: Sequence[tuple[int, Sequence[int], int]]) -> StepInputs:
     return StepInputs(**{name: np.array(values, np.int32) for name, values in arrays.items()})
 
 
-def logits_of_steps(executor: Any) -> dict[str, np.ndarray]:
-    """Float32 [rows, VOCAB_SIZE] of prompts packed together, of decoding, and of both in one step."""
+#: A step's rows, as `packed_step` takes them.
+_Rows = list[tuple[int, tuple[int, ...], int]]
+
+
+def _steps() -> dict[str, _Rows]:
+    """Prompts packed together, decoding, both in one step, and one sequence."""
     prompts = [_prompt(length, seed=7) for length in (5, 33, 1, 16)]
     first, last = list(enumerate(prompts[:3])), prompts[3]
-    steps = {
+    return {
         CONTEXT: [(slot, ids, 0) for slot, ids in first],
         DECODE: [(slot, (9 + slot,), len(ids)) for slot, ids in first],
         MIXED: [(3, last, 0), *((slot, (20 + slot,), len(ids) + 1) for slot, ids in first)],
         "alone": [(3, (30,), len(last))],
     }
-    return {name: executor.forward(packed_step(rows)) for name, rows in steps.items()}
+
+
+def logits_of_steps(executor: Any) -> dict[str, np.ndarray]:
+    """Float32 [rows, VOCAB_SIZE] of prompts packed together, of decoding, of both in one step, and alone."""
+    return {name: executor.forward(packed_step(rows)) for name, rows in _steps().items()}
+
+
+def histories_of_steps() -> dict[str, list[tuple[int, ...]]]:
+    """All ids of the sequences that each row of `logits_of_steps` is the last of."""
+    cached: dict[int, tuple[int, ...]] = {}
+    histories = {}
+    for name, rows in _steps().items():
+        cached |= {slot: cached.get(slot, ())[:start] + ids for slot, ids, start in rows}
+        histories[name] = [cached[slot] for slot, _, _ in rows]
+    return histories
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))

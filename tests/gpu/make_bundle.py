@@ -25,9 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gpu_bundle
-from gpu_bundle import DTYPES, ENGINES, NEW_TOKENS, ROOT, SMALL, TINY, WIDE, code_digest, pack_engines
+from gpu_bfloat16 import CONFIG, answers_name, engine_name
+from gpu_bundle import DTYPES, ENGINES, NEW_TOKENS, PACKED, ROOT, SMALL, TINY, WIDE, code_digest, pack_engines
 from gpu_cases import CASES, LIMITS, PAGES, kind_of, logits_of_steps, run_case, to_json
 from gpu_families import ANSWERS, FAMILIES, REFUSED, family_file
+from make_bfloat16 import make_bfloat16
 from make_families import build_tiny, make_families, part_of
 
 from tapeout.runtime import LLM, SamplingParams
@@ -39,8 +41,6 @@ from tapeout.runtime.executors import load_executor
 WORK = ROOT / "build" / "gpu-work"
 SMOLLM2_LIMITS = {"max_batch_size": 8, "max_num_tokens": 512, "max_seq_len": 512, "tokens_per_page": 32}
 PACK_LIMITS = {"max_batch_size": 8, "max_num_tokens": 128, "max_seq_len": 512}
-#: Models of the packs, each with further ops, or ops with further attributes.
-PACKED = ("llama", "qwen3", "gemma2", "mixtral", "starcoder2")
 #: More tokens a step than any GPU has memory for.
 HUGE = {"max_num_tokens": 2**24}
 SAMPLED = {
@@ -95,6 +95,9 @@ class Maker:
         yield Item(("huge.engine",), self.all_key, self.huge)
         for dtype in DTYPES:
             yield Item((f"{dtype}.pack",), digest(self.all_key, PACKED), lambda dtype=dtype: self.pack(dtype))
+        for name in CONFIG:
+            files = (engine_name(name), answers_name(name))
+            yield Item(files, self.all_key, lambda name=name: self.bfloat16(name))
         yield Item(("smollm2_hf.json",), self.hf_key, self.smollm2_hf)
         yield Item(("smollm2_cpu.json",), digest(self.cpu_key, self.hf_key), self.smollm2_cpu)
         for dtype in DTYPES:
@@ -104,7 +107,7 @@ class Maker:
     # ---- tiny models ----------------------------------------------------------------------
 
     def tiny(self, name: str, **overrides: Any) -> str:
-        model_type, own = TINY[name]
+        model_type, own = TINY.get(name, (name, {}))
         return str(self.models.make_tiny(model_type, WORK / "model", **{**own, **overrides}))
 
     def tiny_answers(self, name: str) -> None:
@@ -167,6 +170,10 @@ class Maker:
             executor.close()
         self.write_json("cublaslt.json", answers)
 
+    def bfloat16(self, name: str) -> None:
+        made = make_bfloat16(name, self.target, self.folder / engine_name(name), WORK)
+        self.write_json(answers_name(name), made)
+
     def other_sm(self) -> None:
         other = "cuda:sm_80" if self.sm != 80 else "cuda:sm_90"
         self.build(self.tiny("llama"), self.folder / "other_sm.engine", other, "float32")
@@ -189,11 +196,13 @@ class Maker:
         options = self.options(self.target, dtype, **PACK_LIMITS)
         target = replace(cuda_target(self.target), tokens_per_page=options.tokens_per_page)
         found, steps = {}, []
-        for name in PACKED:
-            lowered = lower_model(self.tiny(name, **SMALL), options, Stages(SilentProgress()), lambda _: None)
+        for name, config in PACKED.items():
+            lowered = lower_model(
+                self.tiny(name, **config), options, Stages(SilentProgress()), lambda _: None
+            )
             signatures, limits = signatures_of(lowered.module), lowered.limits
             decisions = contests(signatures, limits, target, providers=options.providers)
-            packed = [c for c in decisions if is_packed(name, c.signature.op, c.rows)]
+            packed = [c for c in decisions if is_packed(name, c)]
             found |= {place_of(contest): contest for contest in packed}
             if name == "llama":
                 steps = [
@@ -326,8 +335,11 @@ class Maker:
         (self.bundle / "bundle.json").write_text(json.dumps(index))
 
 
-def is_packed(model: str, op: str, rows: int) -> bool:
-    """A few of the buckets, or there are thousands of candidates: two that between them hold all tactics."""
+def is_packed(model: str, contest: Any) -> bool:
+    """A few of the buckets, or there are thousands of candidates: between them they hold all tactics."""
+    op, rows, attrs = contest.signature.op, contest.rows, contest.signature.attrs
+    if op == "paged_latent_attention" or attrs.get("alibi"):  # splits differ by rows
+        return rows in (1, 8, 128)
     if model != "llama":
         return rows == 8 and "linear" not in op
     return rows in ((1, 128) if "linear" in op else (1, 8, 128))

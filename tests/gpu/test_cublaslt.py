@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gpu_bundle import Bundle
-from gpu_cases import PAGES, logits_of_steps
+from gpu_cases import PAGES, logits_of_steps, rms
 
 from tapeout.plugins.errors import EngineIncompatibleError
 from tapeout.runtime.engine import Engine, open_engine
@@ -56,10 +56,6 @@ def test_a_whole_engine(bundle: Bundle, library: CublasLt, report: Callable[[str
     worst = max(errors.values())
     report(f"cuBLASLt {version_text(library.version)}: an engine's logits differ by {worst:.2%} at most")
     assert {place: error for place, error in errors.items() if not error < _TOLERANCE} == {}
-
-
-def rms(values: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def with_algorithms(engine: Engine, table: LaunchTable, library: CublasLt) -> LaunchTable:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_bfloat16 import first_differences, near_ties
 from gpu_bundle import DTYPES, NEW_TOKENS, Bundle
 from gpu_cases import kind_of, stream_joining
 
@@ -46,17 +47,6 @@ def ask(weights: None, engines: Any, hf: dict[str, Any]) -> Callable[..., tuple[
         return {n: o.outputs[0].token_ids for n, o in zip(hf, outputs, strict=True)}, steps
 
     return run
-
-
-def first_differences(hf: Mapping[str, Any], answers: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Where an answer first differs from HF's, by name."""
-    found = {}
-    for name, ids in answers.items():
-        wanted = hf[name]["greedy"]
-        assert len(ids) == len(wanted) == NEW_TOKENS, name
-        if different := [i for i, (a, b) in enumerate(zip(ids, wanted, strict=True)) if a != b]:
-            found[name] = different[0]
-    return found
 
 
 def described(hf: Mapping[str, Any], answers: Mapping[str, Sequence[int]]) -> list[str]:
@@ -115,16 +105,10 @@ def test_sampled_ids_are_the_cpu_engines(
 
 
 def test_bf16_diverges_only_at_near_ties(ask: Any, hf: dict[str, Any], report: Callable[[str], None]) -> None:
-    """DESIGN.md decision 13: where ids first differ from HF's float32 ones, HF's float32 gap between
-    its best two logits is at most twice what its own bfloat16 differs there."""
     answers, _ = ask("bfloat16")
-    unexplained = []
-    for name, i in first_differences(hf, answers).items():
-        gap, error = hf[name]["gaps"][i], hf[name]["bf16_errors"][i]
-        line = f"bfloat16, {name}: token {i}, HF's gap {gap:.3g}, HF's bfloat16 error {error:.3g}"
-        report(line)
-        if gap > 2 * error:
-            unexplained.append(line)
+    lines, unexplained = near_ties(hf, answers)
+    for line in lines:
+        report(f"bfloat16, {line}")
     assert unexplained == []
 
 

@@ -48,4 +48,8 @@ def test_no_candidate_fails_its_check(
     steps = {(step["kind"], step["rows"]): step["time_us"] for step in found["steps"]}
     assert steps.keys() == {(step.kind, step.rows) for step in pack.steps} >= {("decode", 1), ("mixed", 1)}
     assert all(steps.values()), found["steps"]
+    latent = [e for e in pack.entries if e.op == "paged_latent_attention"]
+    alibi = [e for e in pack.entries if e.attrs.get("alibi")]
+    assert {e.rows for e in latent} == {e.rows for e in alibi} == {1, 8, 128}
+    assert all(len(e.candidates) > 1 for e in (*latent, *alibi))
     assert {entry["kind"] for entry in found["entries"]} == {"mixed", "decode"}
