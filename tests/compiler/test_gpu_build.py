@@ -20,13 +20,13 @@ from fake_kernels import compile_nothing
 from tapeout.cli.main import cli
 from tapeout.compiler import build as build_module
 from tapeout.compiler import build_pack as build_pack_module
-from tapeout.compiler import cuda_plan, local_gpu
+from tapeout.compiler import cuda_plan, local_gpu, time_into_cache
 from tapeout.compiler.build import build
 from tapeout.compiler.build_pack import build_pack
 from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import BuildReport
-from tapeout.compiler.tactics import gpu_decide, gpu_pack, gpu_timing
+from tapeout.compiler.tactics import gpu_decide, gpu_pack
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.plugins.cuda import KernelSpec
 from tapeout.plugins.errors import EngineIncompatibleError, UnsupportedError
@@ -48,7 +48,7 @@ def scripted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (gpu_pack, cuda_plan):
             patch.setattr(module, "compile_all", compile_nothing)
-        for module in (gpu_timing, gpu_decide):
+        for module in (time_into_cache, gpu_decide):
             patch.setattr(module, "time_pack", partial(time_pack, worker=WORKER))
         patch.setattr(driver, "open_device", _no_device)
         for module in (build_module, build_pack_module):

@@ -28,10 +28,10 @@ from fake_tensorrt import SYMBOL, FakeTensorRt
 from next_token import NextToken
 
 from tapeout.cli.main import cli
-from tapeout.compiler import cuda_plan
+from tapeout.compiler import cuda_plan, time_into_cache
 from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.tactics import gpu_contests, gpu_decide, gpu_pack, gpu_timing
+from tapeout.compiler.tactics import gpu_contests, gpu_decide, gpu_pack
 from tapeout.compiler.tensorrt import choice, competition
 from tapeout.compiler.tensorrt import segments as builder_side
 from tapeout.compiler.tensorrt.builder import Built
@@ -118,7 +118,7 @@ class Place:
 def time_it(place: Place, cache: Path, script: dict[str, Any], command: tuple[str, ...]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEGMENT_GPU", json.dumps(script))
-        patch.setattr(gpu_timing, "time_pack", functools.partial(time_pack, worker=command))
+        patch.setattr(time_into_cache, "time_pack", functools.partial(time_pack, worker=command))
         done = CliRunner().invoke(cli, ["time", str(place.folder / "m.pack"), "-o", str(cache)])
     assert done.exit_code == 0, done.output
     return done.output
