@@ -35,7 +35,8 @@ ROOT = Path(__file__).parents[1]
 TOGETHER = {
     "tests/e2e/": "smollm2",
     "tests/ci/test_scripts.py": "preloaded",
-    "tests/compiler/matrix/test_build_matrix.py": "preloaded",
+    "tests/compiler/matrix/test_build_matrix": "preloaded",
+    "tests/compiler/refit/": "refit",
 }
 
 
