@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -25,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(_CORES, 4)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # OpenMP threads that wait actively slow everything else on a small machine many times over.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# What tests import is millions of objects that stay: the collector looks through them rarely.
+gc.set_threshold(20_000, 25, 50)
 
 # Machines that run the tests are shared: how long an example takes says nothing about the code.
 settings.register_profile("tapeout", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -208,7 +208,7 @@ def test_options_that_exclude_each_other() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scripted() -> Iterator[None]:
+def scripted(one_trace: None) -> Iterator[None]:
     def no_device(ordinal: int = 0) -> Any:
         raise ImportError("this machine has no GPU")
 

@@ -21,6 +21,8 @@ from tapeout.runtime import LLM, SamplingParams
 from tapeout.runtime.engine import open_engine
 from tapeout.runtime.engine_set import load_index
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 
 def weights_of(path: Path) -> dict[str, bytes]:
     with open_engine(path) as engine:
