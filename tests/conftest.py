@@ -40,6 +40,7 @@ TOGETHER = {
     "tests/e2e/": "smollm2",
     "tests/ci/test_scripts.py": "preloaded",
     "tests/compiler/matrix/test_build_matrix": "preloaded",
+    "tests/compiler/test_peak_memory.py": "preloaded",
     "tests/compiler/refit/": "refit",
 }
 
