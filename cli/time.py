@@ -50,7 +50,7 @@ def command(pack: Path, output: Path, timing_cache: Path | None, device: int, as
     tapeout time model.pack -o new.json --timing-cache h200.json
     """
     from tapeout.cli.progress import choose_progress
-    from tapeout.compiler.tactics.gpu_timing import time_into_cache
+    from tapeout.compiler.time_into_cache import time_into_cache
 
     with choose_progress(silent=as_json).stage("time", str(pack)) as stage:
         done = time_into_cache(pack, output, earlier_path=timing_cache, device=device, progress=stage.update)

@@ -13,6 +13,12 @@ from tapeout.runtime.text.chat_template import ChatTemplate, Message
 from tapeout.runtime.tokenizer import Tokenizer
 
 
+def conversations(messages: Sequence[Any]) -> Sequence[Sequence[Message]]:
+    """A list of conversations as it is, one conversation (a list of messages) as a list of it."""
+    many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
+    return messages if many else [messages]
+
+
 class ChatPrompts:
     """Of one engine; its own template is made on first use."""
 

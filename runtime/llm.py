@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +10,15 @@ from itertools import count
 from typing import Any, Self
 
 from tapeout.plugins.errors import TapeoutError, UsageError
-from tapeout.plugins.sample.params import SamplingParams, shown
+from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.cache_control import PrefixCacheControl
-from tapeout.runtime.chats import ChatPrompts
+from tapeout.runtime.chats import ChatPrompts, conversations
 from tapeout.runtime.collector import Collector
 from tapeout.runtime.engine import Engine
 from tapeout.runtime.intake import CheckedRequest, Intake, Prompt, as_prompt_list, with_cache_options
 from tapeout.runtime.kv_cache import KvCacheRetentionConfig, PrefixCacheOptions
 from tapeout.runtime.laps import Laps
-from tapeout.runtime.llm_options import check_params, check_priorities, engine_path
+from tapeout.runtime.llm_options import check_on_step, check_params, check_priorities, engine_path
 from tapeout.runtime.loading import eos_token_ids, load
 from tapeout.runtime.loop import EngineLoop
 from tapeout.runtime.new_loop import SchedulerOptions, new_loop
@@ -33,8 +32,6 @@ from tapeout.runtime.text.chat_template import Message
 from tapeout.runtime.trace.writer import EventMaker, open_trace, start_event
 from tapeout.runtime.turn_lock import TurnLock
 from tapeout.runtime.weight_reload import WeightReload
-
-logger = logging.getLogger("tapeout")
 
 
 class LLM:
@@ -101,8 +98,7 @@ class LLM:
         laps = Laps()
         self.load_seconds = laps.seconds
         path = engine_path(engine)
-        if on_step is not None and not callable(on_step):
-            raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
+        check_on_step(on_step)
         self._cache_options = PrefixCacheOptions(
             enable_prefix_reuse=enable_prefix_reuse,
             enable_partial_reuse=enable_partial_reuse,
@@ -222,8 +218,6 @@ class LLM:
         kv_cache_retention_config: KvCacheRetentionConfig | None = None,
     ) -> list[RequestOutput]:
         """Run one conversation, or a list of them, through the chat template."""
-        many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple))
-        conversations: Sequence[Any] = messages if many else [messages]
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -232,7 +226,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations
+            for conversation in conversations(messages)
         ]
         return self.generate(
             prompts,

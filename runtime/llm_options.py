@@ -87,6 +87,12 @@ def _policy(name: str, value: Any, default: E, problems: list[str]) -> E:
         return default
 
 
+def check_on_step(on_step: Any) -> None:
+    """Raises UsageError where it is something that cannot be called."""
+    if on_step is not None and not callable(on_step):
+        raise UsageError(f"on_step = {shown(on_step)}, expected a function of a StepRecord, or None")
+
+
 def check_params(params: Any, num_prompts: int) -> list[SamplingParams]:
     """Sampling parameters for each prompt, seeds included.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -26,6 +27,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # OpenMP threads that wait actively slow everything else on a small machine many times over.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# What tests import is millions of objects that stay: the collector looks through them rarely.
+gc.set_threshold(20_000, 25, 50)
+
 # Machines that run the tests are shared: how long an example takes says nothing about the code.
 settings.register_profile("tapeout", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tapeout")
@@ -35,7 +39,9 @@ ROOT = Path(__file__).parents[1]
 TOGETHER = {
     "tests/e2e/": "smollm2",
     "tests/ci/test_scripts.py": "preloaded",
-    "tests/compiler/matrix/test_build_matrix.py": "preloaded",
+    "tests/compiler/matrix/test_build_matrix": "preloaded",
+    "tests/compiler/test_peak_memory.py": "preloaded",
+    "tests/compiler/refit/": "refit",
 }
 
 

@@ -63,6 +63,8 @@ def copied_folders(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     [
         ("plugins/errors.py", "import tapeout.runtime", "Layers"),
         ("runtime/output.py", "import tapeout.model_defs", "Layers"),
+        ("compiler/tactics/outcome.py", "import tapeout.compiler.tensorrt.choice", "Folders of the compiler"),
+        ("compiler/local_gpu.py", "import tapeout.compiler.tensorrt.choice", "Folders of the compiler"),
         ("runtime/output.py", "def f():\n    import transformers", "The runtime needs no compiler stack"),
         ("plugins/errors.py", "import onnx", "The runtime needs no compiler stack"),
         ("cli/format.py", "import numpy", "Commands are thin"),

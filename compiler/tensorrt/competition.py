@@ -107,7 +107,7 @@ def decide_regions(
     if not any(known.values()):
         return Decision(None)
     folder = kept_folder(options.timing_cache) if options.timing_cache is not None else None
-    built, builder = _newest_kept(bodies, limits, sm, folder, builders)
+    built, builder = _newest_kept(bodies, limits, sm, folder, builders, _timed_segments(known))
     uses = uses_of(regions)
     told = [
         _region_time(contest, uses, _outcome(known[_place(contest)], built.get(contest.body.digest)))
@@ -172,14 +172,34 @@ def _newest_kept(
     sm: int,
     folder: Path | None,
     builders: set[tuple[str, str, str]],
+    wanted: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, BuiltBody], tuple[str, str, str]]:
     """Segments of one builder, since an engine loads one: full TensorRT before TensorRT-RTX, as when they are
     built, then the newest of which any is kept."""
     for builder in sorted(builders, key=lambda b: (b[0] == FULL, version_number(b[1]), b[2]), reverse=True):
         package, version, gpu = builder
-        if built := kept_bodies(bodies, limits, SegmentCache(folder, package, version, sm, gpu)):
+        cache = SegmentCache(folder, package, version, sm, gpu)
+        if built := kept_bodies(bodies, limits, cache, wanted):
             return built, builder
     return {}, ("", "", "")
+
+
+def _timed_segments(
+    known: Mapping[tuple[str, str, int], Sequence[RegionOutcome]],
+) -> dict[str, list[str]]:
+    """By region the SHA-256s of segments, the best first: timed at most buckets, then the fastest there.
+
+    There are several where one region was built for two packs.
+    """
+    times: dict[str, dict[str, list[float]]] = {}
+    for (digest, _, _), outcomes in known.items():
+        for outcome in outcomes:
+            if outcome.time_us is not None:
+                times.setdefault(digest, {}).setdefault(outcome.segment, []).append(outcome.time_us)
+    return {
+        digest: sorted(its, key=lambda sha256: (-len(its[sha256]), sum(its[sha256]), sha256))
+        for digest, its in times.items()
+    }
 
 
 def _outcome(known: Sequence[RegionOutcome], built: BuiltBody | None) -> RegionOutcome | None:

@@ -140,12 +140,17 @@ def build_bodies(
     return {d: BuiltBody(b, built[d], profiles[d], len(models[d]), keys[d]) for d, b in bodies.items()}
 
 
-def kept_bodies(bodies: Mapping[str, Body], limits: Limits, cache: SegmentCache) -> dict[str, BuiltBody]:
-    """Of `build_bodies` those that are kept: no package is needed."""
+def kept_bodies(
+    bodies: Mapping[str, Body], limits: Limits, cache: SegmentCache, wanted: Mapping[str, Sequence[str]]
+) -> dict[str, BuiltBody]:
+    """Of `build_bodies` those that are kept: no package is needed.
+
+    wanted: by digest SHA-256s of segments, as `SegmentCache.get` takes them.
+    """
     found = {}
     for digest, body in bodies.items():
         model, profiles = _model(body), profiles_of(body, limits)
-        if built := cache.get(model, profiles):
+        if built := cache.get(model, profiles, wanted.get(digest, ())):
             found[digest] = BuiltBody(body, built, profiles, len(model), cache.key(model, profiles))
     return found
 

@@ -23,8 +23,8 @@ from tapeout.plugins.triton_aot.digest import kernel_digest, kernel_function
 #: What every Triton kernel takes after its own arguments: global scratch, profiling scratch.
 SCRATCH_TYPES = ("*i8", "*i8")
 
-#: A kernel with this constexpr argument calls `overlap.wait` before it touches what other launches
-#: write or read; it may then start before they end, on SMs that can. The compiler here fills it in.
+#: A kernel with this constexpr argument calls `overlap.wait_for_earlier` before it touches what other
+#: launches write or read; it may then start before they end, on SMs that can. It is filled in here.
 OVERLAP = "OVERLAP"
 _OVERLAP_SM = 90
 

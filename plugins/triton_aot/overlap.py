@@ -2,8 +2,8 @@
 
 A kernel that takes the constant OVERLAP waits on every path, also where it has nothing to do: the
 launch after it waits for this one alone, and so relies on it having waited for those before. Until
-then it may touch nothing but weights and what the host wrote for the step. The constant is
-filled in by the compiler.
+then it may touch nothing but weights and what the host wrote for the step. `compile.py` beside this
+file fills the constant in, true on SMs that can (sm_90 and later); no spec of a kernel names it.
 """
 # mypy: disable-error-code="no-untyped-def"
 

@@ -102,6 +102,13 @@ def read_pack(path: Path) -> PackFile:
         raise EngineCorruptError(f"{path} is damaged: {error}", hint=_AGAIN) from None
     if missing := sorted({kernel.blob for kernel in pack.kernels} - cubins.keys()):
         raise EngineCorruptError(f"{path} is damaged: no cubin {', '.join(missing)}", hint=_AGAIN)
+    # Times are kept by what the pack tells of a segment, so it must be what is timed.
+    told = {packed.segment.blob: packed.sha256 for packed in pack.segments}
+    if other := sorted(b for b, plan in plans.items() if hashlib.sha256(plan).hexdigest() != told[b]):
+        raise EngineCorruptError(
+            f"{path} is damaged: {', '.join(other)} has another SHA-256 than the pack tells",
+            hint=_AGAIN,
+        )
     return PackFile(pack, cubins, numbers, plans)
 
 

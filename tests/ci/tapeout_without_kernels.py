@@ -17,12 +17,12 @@ TESTS = Path(__file__).parents[1]
 
 def main() -> None:
     from tapeout.cli.main import main as command
+    from tapeout.compiler import time_into_cache
     from tapeout.compiler.matrix import build_matrix
-    from tapeout.compiler.tactics import gpu_timing
     from tapeout.runtime.tactic_timer.session import time_pack
 
     scripted = TESTS / "runtime" / "tactic_timer" / "scripted_worker.py"
-    gpu_timing.time_pack = partial(time_pack, worker=(sys.executable, str(scripted)))  # type: ignore[attr-defined]
+    time_into_cache.time_pack = partial(time_pack, worker=(sys.executable, str(scripted)))  # type: ignore[attr-defined]
     build_matrix.build_matrix.__kwdefaults__["worker"] = tuple(json.loads(os.environ["TEST_WORKER"]))
     command()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from tapeout.compiler.front_end import trace_source
+from tapeout.compiler import build as build_module
+from tapeout.compiler import build_pack as build_pack_module
+from tapeout.compiler.front_end import FrontEnd, trace_source
 from tapeout.compiler.graph import Graph, read_weights, run_graph
 from tapeout.compiler.ir import Module
 from tapeout.compiler.lower import lower
@@ -177,6 +179,16 @@ def family(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Call
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def one_trace() -> Iterator[None]:
+    """Builds and packs of a module trace a model once: for tests of what is done with the graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        shared = cache(FrontEnd)
+        for module in (build_module, build_pack_module):
+            patch.setattr(module, "FrontEnd", shared)
+        yield
 
 
 @pytest.fixture

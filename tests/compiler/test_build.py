@@ -15,10 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 import tapeout.compiler.tactics.select as select
 from tapeout.compiler.build import build
+from tapeout.compiler.front_end import FrontEnd
 from tapeout.compiler.ir import parse
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.pipeline import PASSES
-from tapeout.compiler.report import BuildReport
+from tapeout.compiler.report import BuildReport, MemoryPlan
 from tapeout.plugins.errors import UnsupportedError, UsageError
 from tapeout.plugins.native import detect_host
 from tapeout.runtime import LLM, SamplingParams
@@ -198,8 +199,13 @@ class TestDryRun:
     ) -> None:
         """Planned before kernels are compiled: at most what the engine then asks for."""
         chosen: dict[str, Any] = {"target": "cuda:sm_90", "tokens_per_page": 16, "max_seq_len": 512}
-        planned = build(str(checkpoint), tmp_path / "m.engine", options(dry_run=True, **chosen)).memory
-        memory = build(str(checkpoint), tmp_path / "m.engine", options(**chosen)).memory
+        front_end = FrontEnd(str(checkpoint))
+
+        def memory_of(**changes: Any) -> MemoryPlan:
+            made = options(**chosen, **changes)
+            return build(str(checkpoint), tmp_path / "m.engine", made, front_end=front_end).memory
+
+        planned, memory = memory_of(dry_run=True), memory_of()
         with open_engine(tmp_path / "m.engine") as engine:
             assert engine.launches is not None
             expected = engine.launches.workspace_bytes + engine.launches.scratch_bytes

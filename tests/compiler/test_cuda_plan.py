@@ -19,6 +19,7 @@ from tapeout.compiler import cuda_plan
 from tapeout.compiler.alignment import check_alignment
 from tapeout.compiler.build import build
 from tapeout.compiler.cuda_plan import choose_cuda
+from tapeout.compiler.front_end import FrontEnd
 from tapeout.compiler.onnx_export import export_engine
 from tapeout.compiler.onnx_export.op_schemas import DOMAIN
 from tapeout.compiler.options import BuildOptions
@@ -47,7 +48,15 @@ def checkpoint(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def front_end(checkpoint: Path) -> FrontEnd:
+    """The model, traced once for engines of one precision."""
+    return FrontEnd(str(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def built(
+    checkpoint: Path, front_end: FrontEnd, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """`built(target, **options)`: an engine of a tiny Llama, made once."""
     folder, made = tmp_path_factory.mktemp("engines"), {}
 
@@ -55,9 +64,9 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         key = repr((target, sorted(options.items())))
         if key not in made:
             made[key] = folder / f"{len(made)}.engine"
-            made[key].with_suffix(".txt").write_text(
-                repr(build(str(checkpoint), made[key], BuildOptions(target=target, **{**LIMITS, **options})))
-            )
+            chosen = BuildOptions(target=target, **{**LIMITS, **options})
+            report = build(str(checkpoint), made[key], chosen, front_end=front_end)
+            made[key].with_suffix(".txt").write_text(repr(report))
         return made[key]
 
     return get
@@ -106,7 +115,7 @@ def test_buckets_and_ranges_cover_the_limits(engine: Engine) -> None:
 
 
 def test_launches_pass_what_the_kernels_take(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, front_end: FrontEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = {}
 
@@ -117,7 +126,8 @@ def test_launches_pass_what_the_kernels_take(
 
     compile_all = cuda_plan.compile_all
     monkeypatch.setattr(cuda_plan, "compile_all", noting)
-    build(str(checkpoint), tmp_path / "e", BuildOptions(target="cuda:sm_90", dtype="bf16", **LIMITS))
+    options = BuildOptions(target="cuda:sm_90", dtype="bf16", **LIMITS)
+    build(str(checkpoint), tmp_path / "e", options, front_end=front_end)
     with open_engine(tmp_path / "e") as engine:
         table = table_of(engine)
         assert len(launches_of(table)) > len(table.kernels) > 10

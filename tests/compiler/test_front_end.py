@@ -63,16 +63,13 @@ def test_another_precision_or_length_is_traced_again(checkpoint: str, traces: li
     assert traces == ["float32", "bfloat16", "float32"]
 
 
-def test_what_was_done_is_no_stage_again(checkpoint: str) -> None:
+def test_what_was_done_is_no_stage_again_and_graphs_are_dumped_whenever(
+    checkpoint: str, tmp_path: Path
+) -> None:
     shared, first, second = FrontEnd(checkpoint), stages(), stages()
     shared.lower(options("cpu"), first, lambda _: None)
     shared.lower(options("cpu"), second, lambda _: None)
     assert list(first.seconds) == ["config", "trace", "passes"]
     assert list(second.seconds) == ["config"]
-
-
-def test_graphs_are_dumped_whenever_they_are_asked_for(checkpoint: str, tmp_path: Path) -> None:
-    shared = FrontEnd(checkpoint)
-    shared.lower(options("cpu"), stages(), lambda _: None)
     shared.lower(options("cpu", dump=tmp_path / "d"), stages(), lambda _: None)
     assert (tmp_path / "d" / "00_trace.txt").exists()

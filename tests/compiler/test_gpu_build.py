@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,15 +18,12 @@ from click.testing import CliRunner
 from fake_kernels import compile_nothing
 
 from tapeout.cli.main import cli
-from tapeout.compiler import build as build_module
-from tapeout.compiler import build_pack as build_pack_module
-from tapeout.compiler import cuda_plan, local_gpu
+from tapeout.compiler import cuda_plan, local_gpu, time_into_cache
 from tapeout.compiler.build import build
 from tapeout.compiler.build_pack import build_pack
-from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.report import BuildReport
-from tapeout.compiler.tactics import gpu_decide, gpu_pack, gpu_timing
+from tapeout.compiler.tactics import gpu_decide, gpu_pack
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.plugins.cuda import KernelSpec
 from tapeout.plugins.errors import EngineIncompatibleError, UnsupportedError
@@ -38,6 +35,7 @@ from tapeout.runtime.tactic_timer.session import time_pack
 LIMITS = {"max_batch_size": 2, "max_num_tokens": 4, "max_seq_len": 64, "tokens_per_page": 16}
 FLAGS = [part for name, value in LIMITS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 RUNTIME_TESTS = Path(__file__).parents[1] / "runtime"
+pytestmark = pytest.mark.usefixtures("one_trace")
 H200 = "NVIDIA H200 (sm_90, 132 multiprocessors, 141 GiB)"
 WORKER = (sys.executable, str(RUNTIME_TESTS / "tactic_timer" / "scripted_worker.py"))
 
@@ -48,29 +46,10 @@ def scripted() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (gpu_pack, cuda_plan):
             patch.setattr(module, "compile_all", compile_nothing)
-        for module in (gpu_timing, gpu_decide):
+        for module in (time_into_cache, gpu_decide):
             patch.setattr(module, "time_pack", partial(time_pack, worker=WORKER))
         patch.setattr(driver, "open_device", _no_device)
-        for module in (build_module, build_pack_module):
-            patch.setattr(module, "FrontEnd", _FrontEnds())
         yield
-
-
-class _FrontEnds:
-    """Front ends that lower a model once for all builds: tracing is what takes the time, and says nothing
-    about tactics."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Lowered] = {}
-
-    def __call__(self, model: str) -> SimpleNamespace:
-        return SimpleNamespace(lower=partial(self._lower, model))
-
-    def _lower(self, model: str, options: BuildOptions, *rest: Any) -> Lowered:
-        key = repr((model, options.dtype, [getattr(options, name) for name in LIMITS]))
-        if key not in self._made:
-            self._made[key] = FrontEnd(model).lower(options, *rest)
-        return self._made[key]
 
 
 def _no_device(ordinal: int = 0) -> Any:

@@ -19,10 +19,10 @@ from click.testing import CliRunner, Result
 from fake_kernels import compile_nothing
 
 from tapeout.cli.main import cli
-from tapeout.compiler import cuda_plan
+from tapeout.compiler import cuda_plan, time_into_cache
 from tapeout.compiler.cuda_plan import choose_cuda
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.tactics import gpu_decide, gpu_pack, gpu_timing
+from tapeout.compiler.tactics import gpu_decide, gpu_pack
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings
 from tapeout.compiler.tactics.gpu_contests import contests
@@ -208,14 +208,14 @@ def test_options_that_exclude_each_other() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scripted() -> Iterator[None]:
+def scripted(one_trace: None) -> Iterator[None]:
     def no_device(ordinal: int = 0) -> Any:
         raise ImportError("this machine has no GPU")
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (gpu_pack, cuda_plan):
             patch.setattr(module, "compile_all", compile_nothing)
-        for module in (gpu_timing, gpu_decide):
+        for module in (time_into_cache, gpu_decide):
             patch.setattr(module, "time_pack", partial(time_pack, worker=WORKER))
         patch.setattr(driver, "open_device", no_device)
         yield

@@ -61,6 +61,7 @@ def modules(draw: st.DrawFn) -> Module:
     return Module(tuple(inputs), weights, tuple(nodes), draw(operands(values)))
 
 
+@settings(max_examples=50)
 @given(modules())
 def test_text_parses_back(module: Module) -> None:
     assert parse(module.text()) == module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,14 @@ def write_llama(models: Any, folder: Path, layers: int) -> int:
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
-def test_peak_memory(models: Any, tmp_path: Path) -> None:
+def test_peak_memory(models: Any, tmp_path: Path, preloaded: Callable[[Path], tuple[str, ...]]) -> None:
     """The same ops in more layers: what they are timed with is the same, and the weights are more."""
     small_bytes = write_llama(models, tmp_path / "small", 1)
     large_bytes = write_llama(models, tmp_path / "large", 3)
+    program = tmp_path / "child.py"
+    program.write_text(CHILD)
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, tmp_path / "small", tmp_path / "large", tmp_path],
+        [*preloaded(program), tmp_path / "small", tmp_path / "large", tmp_path],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]

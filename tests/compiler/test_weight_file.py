@@ -183,12 +183,10 @@ def test_a_hub_id_in_the_cache(
 
 
 def test_what_stands_there_is_kept_replaced_or_left(
-    tmp_path: Path, models: ModuleType, options: Callable[..., Any]
+    shared_engine: Path, tmp_path: Path, models: ModuleType
 ) -> None:
-    model = models.make_tiny("llama", tmp_path / "model")
-    engine = tmp_path / "m.engine"
-    build(str(model), engine, options(weights="shared", verify=False))
-    path = weight_file(tmp_path)
+    engine = shutil.copytree(shared_engine.parent, tmp_path / "set") / shared_engine.name
+    model, path = engine.with_name("model"), weight_file(engine.parent)
     good, stamp = path.read_bytes(), path.stat().st_mtime_ns
     assert write_weights(engine, str(model)).reused
     assert path.stat().st_mtime_ns == stamp

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tapeout.cli.main import cli
+
+# Tests are imported by path (importlib mode), so their shared helpers need a place to be found.
+sys.path.insert(0, str(Path(__file__).parent))
 
 # Builds and tests share the cores: OpenMP threads that spin at barriers would slow each other down
 # many times over. Read when torch is loaded, so it counts here unless another test was first.
@@ -231,3 +235,26 @@ def edit_json() -> Callable[..., None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return edit
+
+
+# ---- bad input --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def build(invoke: Callable[..., Result], tmp_path: Path) -> Callable[..., Result]:
+    """Builds into a folder of its own that must stay empty."""
+    target = tmp_path / "out"
+    target.mkdir()
+
+    def build(model: str | Path, *args: str | Path) -> Result:
+        result = invoke("build", model, "-o", target / "m.engine", *args)
+        assert list(target.iterdir()) == []
+        return result
+
+    return build

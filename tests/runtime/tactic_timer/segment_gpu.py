@@ -3,7 +3,8 @@ segment_gpu.py`, with the worker's stdin. fake_cuda.py and fake_tensorrt.py belo
 
 A launch takes 200 microseconds. SEGMENT_GPU says what segments do, in JSON: {"version": of the package, or
 null where there is none, "us": {rows: microseconds of a segment}, "wrong": [rows], "crash": [rows], of a
-region of ids, "fault": [rows], of one that ends in logits}. Rows are those of a segment's first input.
+region of ids, "fault": [rows], of one that ends in logits, "gpu": another GPU's name}. Rows are those of a
+segment's first input.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ScriptedTensorRt(FakeTensorRt):
 
 class SegmentCuda(IdleCuda):
     def __init__(self) -> None:
-        super().__init__(sm=89, name="NVIDIA L4", free=1 << 28)
+        super().__init__(sm=89, name=SCRIPT.get("gpu", "NVIDIA L4"), free=1 << 28)
         self.broken = False
         self.tensorrt = ScriptedTensorRt(self)
         self.on_launch = self._run

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tapeout.plugins.errors import EngineCorruptError, EngineIncompatibleError, TapeoutError, UsageError
-from tapeout.runtime.tactic_timer.pack import Pack
+from tapeout.runtime.engine.launches import Segment
+from tapeout.runtime.tactic_timer.pack import Pack, PackedSegment
 from tapeout.runtime.tactic_timer.pack_file import encode_pack, read_pack
 
 
@@ -72,6 +75,19 @@ def test_every_length_is_checked(path: Path) -> None:
             read_pack(path)
     path.write_bytes(data + b"more")
     with pytest.raises(EngineCorruptError, match=r"longer than its header says"):
+        read_pack(path)
+
+
+def test_a_segment_is_the_one_that_is_told_of(path: Path) -> None:
+    """Its times would be kept for other bytes."""
+    plan, file = b"a plan", read_pack(path)
+    segment = Segment("a.plan", "tensorrt_rtx", "1.7.1", (), (), (), (), ())
+    packed = PackedSegment(segment, hashlib.sha256(plan).hexdigest(), "key", "", 0.5)
+    file = replace(file, pack=replace(file.pack, segments=(packed,)), plans={"a.plan": plan})
+    path.write_bytes(encode_pack(file))
+    assert read_pack(path).plans == {"a.plan": plan}
+    path.write_bytes(encode_pack(replace(file, plans={"a.plan": b"a plam"})))
+    with pytest.raises(EngineCorruptError, match=r"a\.plan has another SHA-256 than the pack tells"):
         read_pack(path)
 
 

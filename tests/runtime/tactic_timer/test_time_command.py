@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tapeout.cli.main import cli
-from tapeout.compiler.tactics import gpu_timing
+from tapeout.compiler import time_into_cache
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, GpuTimings, StepOutcome, gpus_in, plan_digest
 from tapeout.compiler.tactics.outcome import Outcome
@@ -27,8 +27,8 @@ CRASH = "the process ended with SIGSEGV while checking crash"
 H200 = Gpu("NVIDIA H200", 90, 132, 141)
 COMMAND = """
 import functools, sys
-from tapeout.compiler.tactics import gpu_timing
-gpu_timing.time_pack = functools.partial(gpu_timing.time_pack, worker=sys.argv.pop(1).split("|"))
+from tapeout.compiler import time_into_cache as command
+command.time_pack = functools.partial(command.time_pack, worker=sys.argv.pop(1).split("|"))
 from tapeout.cli.main import main
 try:
     main()
@@ -43,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, worker: Worker) -> Callable[..., Result
 
     def run(*args: object, with_worker: str = "scripted_worker.py") -> Result:
         timing = functools.partial(time_pack, worker=worker(with_worker))
-        monkeypatch.setattr(gpu_timing, "time_pack", timing)
+        monkeypatch.setattr(time_into_cache, "time_pack", timing)
         return CliRunner().invoke(cli, ["time", *map(str, args)])
 
     return run

@@ -28,10 +28,10 @@ from fake_tensorrt import SYMBOL, FakeTensorRt
 from next_token import NextToken
 
 from tapeout.cli.main import cli
-from tapeout.compiler import cuda_plan
+from tapeout.compiler import cuda_plan, time_into_cache
 from tapeout.compiler.front_end import FrontEnd, Lowered
 from tapeout.compiler.options import BuildOptions
-from tapeout.compiler.tactics import gpu_contests, gpu_decide, gpu_pack, gpu_timing
+from tapeout.compiler.tactics import gpu_contests, gpu_decide, gpu_pack
 from tapeout.compiler.tensorrt import choice, competition
 from tapeout.compiler.tensorrt import segments as builder_side
 from tapeout.compiler.tensorrt.builder import Built
@@ -115,11 +115,13 @@ class Place:
         return self.folder / name
 
 
-def time_it(place: Place, cache: Path, script: dict[str, Any], command: tuple[str, ...]) -> str:
+def time_it(
+    place: Place, cache: Path, script: dict[str, Any], command: tuple[str, ...], pack: str | Path = "m.pack"
+) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEGMENT_GPU", json.dumps(script))
-        patch.setattr(gpu_timing, "time_pack", functools.partial(time_pack, worker=command))
-        done = CliRunner().invoke(cli, ["time", str(place.folder / "m.pack"), "-o", str(cache)])
+        patch.setattr(time_into_cache, "time_pack", functools.partial(time_pack, worker=command))
+        done = CliRunner().invoke(cli, ["time", str(place.folder / pack), "-o", str(cache)])
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -305,6 +307,35 @@ def test_a_segment_that_is_not_at_hand_is_not_taken(timed: Place, tmp_path: Path
     with open_engine(tmp_path / "a.engine") as engine:
         assert table_of(engine).regions == ()
         assert {time.winner for time in engine.manifest.regions} == {"native"}
+
+
+def test_two_gpus_of_one_capability_in_one_cache(
+    packed: Place, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two packs, and TensorRT-RTX built other bytes for the second: each GPU's engine runs those it timed."""
+    import onnx
+
+    def other_bytes(models: dict[str, bytes], *rest: Any) -> dict[str, Built]:
+        made = {}
+        for name, model in ((name, onnx.load_from_string(data)) for name, data in models.items()):
+            model.doc_string = "built again"
+            made[name] = Built(model.SerializeToString(), ("kgen made_up",), 0.0)
+        return made
+
+    l40s, cache = ("--target", "cuda:l40s"), tmp_path / "times.json"
+    monkeypatch.setattr(builder_side, "_build", other_bytes)
+    packed.build("--pack", tmp_path / "l40s.pack", *l40s)
+    time_it(packed, cache, sound := {**SCRIPT, "wrong": [], "crash": [], "fault": []}, command)
+    time_it(packed, cache, {**sound, "gpu": "NVIDIA L40S"}, command, tmp_path / "l40s.pack")
+    seen = []
+    for name, flags, pack in (("l4", (), packed.folder / "m.pack"), ("l40s", l40s, tmp_path / "l40s.pack")):
+        told = packed.build("-o", tmp_path / f"{name}.engine", "--timing-cache", cache, *flags).output
+        assert "are not taken" not in told
+        with open_engine(tmp_path / f"{name}.engine") as engine:
+            assert engine.manifest.timed
+            seen.append({segment.blob for segment in table_of(engine).segments})
+        assert seen[-1] == {packed.segment.blob for packed in read_pack(pack).pack.segments}
+    assert not seen[0] & seen[1]
 
 
 @pytest.mark.parametrize(
