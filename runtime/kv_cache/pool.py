@@ -97,3 +97,12 @@ class PagePool:
         if self._references[page] == 0:
             self._num_idle -= 1
             self._free.append(page)
+
+    def drop_idle(self, pages: Sequence[int]) -> None:
+        """The same for pages nobody holds, all of which are free now."""
+        for page in pages:
+            if not self._kept[page] or self._references[page]:
+                raise RuntimeError(f"page {page} is not idle")
+            self._kept[page] = 0
+        self._num_idle -= len(pages)
+        self._free += pages

@@ -83,7 +83,8 @@ class PageTables:
     def begin(self, slot: int, pages: Sequence[int]) -> None:
         """The first pages of a slot that has none."""
         count = len(pages)
-        self.tables[slot, :count] = pages
+        if count:
+            self.tables[slot, :count] = pages
         self.num_used[slot] = count
         self._held_tokens[slot] = count * self.tokens_per_page
         self.total += count

@@ -167,17 +167,16 @@ class Running:
         """A token has been read for the slot's request since it was admitted."""
         return bool(self.output_tokens[slot] > self.resumed_tokens[slot])
 
-    @property
-    def have_sampled(self) -> np.ndarray:
-        """bool [num_slots]: the same for all slots."""
-        sampled: np.ndarray = self.output_tokens > self.resumed_tokens
+    def have_sampled(self, slots: np.ndarray) -> np.ndarray:
+        """bool [S]: the same for several slots."""
+        sampled: np.ndarray = self.output_tokens[slots] > self.resumed_tokens[slots]
         return sampled
 
-    @property
-    def known_tokens(self) -> np.ndarray:
-        """int32 [num_slots]: prompt and ids read but for the last one, which has not been, or may not have
+    def known_tokens(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [S]: prompt and ids read but for the last one, which has not been, or may not have
         been, in a step that was read. Of those that have sampled since they were admitted."""
-        known: np.ndarray = self.worst_case_tokens - self.max_tokens + self.output_tokens - 1
+        prompts = self.worst_case_tokens[slots] - self.max_tokens[slots]
+        known: np.ndarray = prompts + self.output_tokens[slots] - 1
         return known
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
