@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tapeout.runtime.scheduler.plan import StepPlan
@@ -54,7 +56,7 @@ class Running:
         self.output_ids = np.empty((num_slots, max_output_tokens), np.int32)
         self._flat_ids = self.output_ids.reshape(-1)
         self.requests: list[Request | None] = [None] * num_slots
-        self._names = np.full(num_slots, None, object)
+        self._names = [""] * num_slots
         self._names_are_shared = False
         self._by_id: dict[str, Request] = {}
         self._order = np.zeros(0, np.int64)
@@ -95,9 +97,9 @@ class Running:
         turns: np.ndarray = np.lexsort((numbers, arrivals))
         return turns
 
-    def names_by_slot(self) -> np.ndarray:
-        """object [num_slots]: request ids as they are now, also of requests that have ended. Whoever has the
-        array may keep it: it does not change any more."""
+    def names_by_slot(self) -> Sequence[str]:
+        """[num_slots]: request ids as they are now, also of requests that have ended. Whoever has the list may
+        keep it: it does not change any more."""
         self._names_are_shared = True
         return self._names
 
