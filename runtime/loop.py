@@ -244,7 +244,7 @@ class EngineLoop:
         slot, running = request.slot, self.running
         if not self._delivery.hand_over(request):
             return
-        output_ids = running.output_ids[slot, : running.output_tokens[slot]].copy()
+        output_ids = running.output_ids[slot, : running.output_tokens[slot]]
         request.paused_with(output_ids, int(running.cached_tokens[slot]))
         running.remove(request)
         self._leftovers.release(request)

@@ -230,7 +230,7 @@ class KvCache:
             self._note_evictions(tuple(grown.tolist()))
 
     def unstored_slots(self) -> np.ndarray:
-        """int64, ascending: slots that a request was attached to and `slots_to_store` has not been told of."""
+        """int64, ascending: slots a request was attached to that `slots_to_store` was not told of."""
         return self._is_unstored.nonzero()[0]
 
     def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
@@ -260,7 +260,7 @@ class KvCache:
         first, end = len(path), num_tokens // size
         if first >= end:
             return
-        ids = np.ascontiguousarray(token_ids(first * size, end * size), np.int32)
+        ids = token_ids(first * size, end * size)
         data, page_bytes = ids.tobytes(), ids.itemsize * size
         parent = path[-1] if path else self._cache.tree.root(state.namespace)
         for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):

@@ -112,10 +112,12 @@ class Request:
         self.context_token_ids = self.prompt_token_ids
 
     def paused_with(self, output_token_ids: np.ndarray, cached_tokens: int) -> None:
-        """It gave up its slot after these ids; they are part of its context when it runs again."""
+        """It gave up its slot after these ids, which are copied: they are part of its context when it runs
+        again."""
         self.pauses += 1
-        self.output_token_ids, self.lost_tokens = output_token_ids, cached_tokens
+        self.lost_tokens = cached_tokens
         self.context_token_ids = np.concatenate([self.prompt_token_ids, output_token_ids])
+        self.output_token_ids = self.context_token_ids[self.prompt_tokens :]
 
     @property
     def prompt_tokens(self) -> int:

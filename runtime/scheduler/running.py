@@ -98,8 +98,8 @@ class Running:
         return turns
 
     def names_by_slot(self) -> Sequence[str]:
-        """[num_slots]: request ids as they are now, also of requests that have ended. Whoever has the list may
-        keep it: it does not change any more."""
+        """Request ids as they are now, also of requests that have ended. Whoever has the list may keep it: it
+        does not change any more."""
         self._names_are_shared = True
         return self._names
 
@@ -204,9 +204,11 @@ class Running:
     def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
         """int32: prompt and ids read, at these positions."""
         prompt, output = request.prompt_token_ids, self.output_ids[request.slot]
+        if end <= len(prompt):
+            return prompt[start:end]
         if start >= len(prompt):
             return output[start - len(prompt) : end - len(prompt)]
-        return np.concatenate([prompt[start:end], output[: max(end - len(prompt), 0)]])
+        return np.concatenate([prompt[start:], output[: end - len(prompt)]])
 
     def looked_at(self, request: Request) -> None:
         """The request's newest token has been dealt with and did not end it."""
