@@ -60,7 +60,7 @@ class MicroBatchScheduler:
         others = starts >= running.turn_tokens[slots]
         if not np.count_nonzero(others):  # half the time of any()
             return self._all_generate(step, running, slots, starts)
-        # From here on requests are places in `slots`, so that those with rows are picked out once, at the end.
+        # From here on requests are places in `slots`, so that those with rows are picked out once at last.
         context = others.nonzero()[0]
         reads = starts[context] < running.context_tokens[slots[context]]
         left_out: list[tuple[Reason, np.ndarray]] = []
