@@ -239,7 +239,7 @@ class KvCache:
         ready: int64 [S], of `unstored_slots`. num_tokens: [S] what `store` would be told.
         """
         self._is_unstored[ready] = False
-        self.any_unstored = np.count_nonzero(self._is_unstored) > 0
+        self.any_unstored = bool(np.count_nonzero(self._is_unstored))
         has_more = num_tokens // self.tokens_per_page > self._num_stored[ready]
         slots: list[int] = ready[has_more].tolist()
         return slots
