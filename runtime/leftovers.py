@@ -20,10 +20,11 @@ class Leftovers:
 
     def store_contexts(self) -> None:
         """Those that have been read since this was called last."""
+        slots, running = self._kv_cache.unstored_slots(), self._running
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
-        ready = self._running.alive & self._running.have_sampled
-        for slot in self._kv_cache.slots_to_store(ready, self._running.known_tokens):
-            self._store(self._running.request(slot))
+        ready = slots[running.alive[slots] & running.have_sampled(slots)]
+        for slot in self._kv_cache.slots_to_store(ready, running.known_tokens(ready)):
+            self._store(running.request(slot))
 
     def release(self, request: Request) -> None:
         """Take back slot and pages of a request that no unread step uses."""

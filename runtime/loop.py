@@ -202,7 +202,7 @@ class EngineLoop:
             return None
         if not self._admits:
             return self.capacity.held_for_weights(self._waiting)
-        if self.kv_cache.any_to_store and self.capacity.num_free_slots:
+        if self.kv_cache.any_unstored and self.capacity.num_free_slots:
             self._leftovers.store_contexts()
         admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache)
         now = self.clock()
@@ -244,7 +244,7 @@ class EngineLoop:
         slot, running = request.slot, self.running
         if not self._delivery.hand_over(request):
             return
-        output_ids = running.output_ids[slot, : running.output_tokens[slot]].copy()
+        output_ids = running.output_ids[slot, : running.output_tokens[slot]]
         request.paused_with(output_ids, int(running.cached_tokens[slot]))
         running.remove(request)
         self._leftovers.release(request)
@@ -345,7 +345,7 @@ class EngineLoop:
             if running.alive[slots[i]]:
                 logprobs = result.logprobs[i if rows is None else rows[i]]
                 self._delivery.look_at(running.request(slots[i]), int(token_ids[i]), logprobs, now)
-        if self.kv_cache.any_to_store and self.kv_cache.events.enabled:
+        if self.kv_cache.any_unstored and self.kv_cache.events.enabled:
             self._leftovers.store_contexts()
 
     # ---- ends -----------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class KvCache:
 
     Attributes:
         tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
-        any_to_store: whether `slots_to_store` has any.
+        any_unstored: whether `unstored_slots` has any.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class KvCache:
         )
         self._weights = weights
         self._slots: list[SlotState | None] = [None] * num_slots
-        self._to_store = np.zeros(num_slots, bool)  # slots whose contexts have not been stored
+        self._is_unstored = np.zeros(num_slots, bool)
         self._num_stored = np.zeros(num_slots, np.int32)  # pages of their paths
-        self.any_to_store = False
+        self.any_unstored = False
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
         self._evictions: list[PageEvictions] = []
@@ -161,18 +161,17 @@ class KvCache:
                 and (its_pages, answer.available) == (num_pages, available_pages)
             ):
                 return answer
+            self._refused = None
+        tree = self._cache.tree
         # One token is always computed: its logits give the first output token.
         most = len(token_ids) - 1
-        path = self._cache.tree.find(namespace, token_ids, most)
+        path, last = tree.find(namespace, token_ids, most), None
         needed = num_pages - len(path) + self._cache.unheld(path)
-        answer = AdmissionPages(needed, available_pages, PrefixMatch(path))
+        if needed <= available_pages and self.options.enable_partial_reuse:
+            last = tree.find_partial(namespace, path, token_ids, most)
+        answer = AdmissionPages(needed, available_pages, PrefixMatch(path, last))
         if not answer.fits:
             self._refused = token_ids, namespace, num_pages, answer
-            return answer
-        self._refused = None
-        if self.options.enable_partial_reuse:
-            last = self._cache.tree.find_partial(namespace, path, token_ids, most)
-            answer = answer._replace(match=PrefixMatch(path, last))
         return answer
 
     def attach(
@@ -207,7 +206,7 @@ class KvCache:
         self._slots[slot], self._num_stored[slot] = state, len(match.path)
         self._note_evictions((slot,))
         if self.options.enable_prefix_reuse:
-            self._to_store[slot] = self.any_to_store = True
+            self._is_unstored[slot] = self.any_unstored = True
         for i, node in enumerate(match.path):
             self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
@@ -230,17 +229,19 @@ class KvCache:
         if self._cache.evicted and grown is not None:
             self._note_evictions(tuple(grown.tolist()))
 
-    def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
-        """Slots whose contexts can be stored: they are ready, have full pages beyond those in the tree, and
-        have not been looked at while they were ready since a request was attached.
+    def unstored_slots(self) -> np.ndarray:
+        """int64, ascending: slots a request was attached to that `slots_to_store` was not told of."""
+        return self._is_unstored.nonzero()[0]
 
-        ready: bool [num_slots]. num_tokens: [num_slots] what `store` would be told.
+    def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
+        """Which of the slots, whose contexts can be stored now, have full pages beyond those in the tree.
+
+        ready: int64 [S], of `unstored_slots`. num_tokens: [S] what `store` would be told.
         """
-        looked_at = self._to_store & ready
-        self._to_store ^= looked_at
-        self.any_to_store = bool(self._to_store.any())
-        has_more = num_tokens // self.tokens_per_page > self._num_stored
-        slots: list[int] = (looked_at & has_more).nonzero()[0].tolist()
+        self._is_unstored[ready] = False
+        self.any_unstored = bool(np.count_nonzero(self._is_unstored))
+        has_more = num_tokens // self.tokens_per_page > self._num_stored[ready]
+        slots: list[int] = ready[has_more].tolist()
         return slots
 
     def store(self, slot: int, num_tokens: int, token_ids: TokenIds, in_use_until: int) -> None:
@@ -259,7 +260,7 @@ class KvCache:
         first, end = len(path), num_tokens // size
         if first >= end:
             return
-        ids = np.ascontiguousarray(token_ids(first * size, end * size), np.int32)
+        ids = token_ids(first * size, end * size)
         data, page_bytes = ids.tobytes(), ids.itemsize * size
         parent = path[-1] if path else self._cache.tree.root(state.namespace)
         for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):
@@ -281,7 +282,7 @@ class KvCache:
         # Last page first, so that the next request gets them in the same order again.
         self._cache.release(self._pages.clear(slot)[::-1])
         state, self._slots[slot] = self._slots[slot], None
-        self._to_store[slot] = False
+        self._is_unstored[slot] = False
         if failed and state is not None:
             self._cache.forget(state.own)
 

@@ -70,12 +70,13 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """One owner less of each page; returns those that are idle now."""
-        idle = []
+        idle, references = [], self._references
         for page in pages:
-            if self._references[page] == 0:
+            left = references[page] - 1
+            if left < 0:
                 raise RuntimeError(f"page {page} released more often than held")
-            self._references[page] -= 1
-            if self._references[page] == 0:
+            references[page] = left
+            if left == 0:
                 if self._kept[page]:
                     self._num_idle += 1
                     idle.append(page)
@@ -97,3 +98,12 @@ class PagePool:
         if self._references[page] == 0:
             self._num_idle -= 1
             self._free.append(page)
+
+    def drop_idle(self, pages: Sequence[int]) -> None:
+        """The same for pages nobody holds, all of which are free now."""
+        for page in pages:
+            if not self._kept[page] or self._references[page]:
+                raise RuntimeError(f"page {page} is not idle")
+            self._kept[page] = 0
+        self._num_idle -= len(pages)
+        self._free += pages

@@ -96,6 +96,8 @@ class PrefixCache:
             else:
                 self.host.lock(node)
                 back.append(node)
+        if not back:
+            return 0
         for node, page in zip(back, self.allocate(len(back)), strict=True):
             self.copies.append(PageCopy(CopyKind.ONBOARD, self.host.take(node), page))
             self._settle_on_device(node, page)
@@ -232,25 +234,27 @@ class PrefixCache:
     def _drop_path(self, node: PageNode, most: int) -> int:
         """Take a leaf out of the tree, and the pages before it while they are the next to go: mostly those of
         one request, which were used last at the same time. Returns how many; there is no host tier."""
-        pool, limit, dropped = self._pool, self._idle.first_key(), 0
+        references, limit = self._pool.reference_counts, self._idle.first_key()
+        pages: list[int] = []
         while True:
             parent, page = node.parent, node.page
             assert parent is not None
             node.page, self._node_of[page] = NO_PAGE, None
-            pool.drop(page)
+            pages.append(page)
             parent.device_children -= 1
             self.tree.remove(node)
             self._tell_removed(node)
             self.evicted.append((node.owner, False))
-            dropped += 1
-            if not parent.on_device or parent.device_children or pool.references(parent.page):
-                return dropped
+            if parent.page == NO_PAGE or parent.device_children or references[parent.page]:
+                break
             # One whose retention has an end may come to have another priority: the queue knows.
             in_turn = parent.expires_at is None and (limit is None or parent.eviction_key < limit)
-            if dropped == most or not in_turn:
+            if len(pages) == most or not in_turn:
                 self._idle.add(parent)
-                return dropped
+                break
             node = parent
+        self._pool.drop_idle(pages)
+        return len(pages)
 
     def _evict_one(self, node: PageNode) -> None:
         has_place = self.host.can_take(node)

@@ -191,8 +191,12 @@ class RadixTree:
         parent = node.parent
         assert parent is not None, "a root is not removed"
         assert not node.children, "a page with pages behind it cannot go"
-        del parent.children[node.key]
-        del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
+        if len(parent.children) == 1:
+            assert node.key in parent.children, "a page is removed once"
+            parent.children, parent.sorted_keys = _NO_CHILDREN, _NO_KEYS
+        else:
+            del parent.children[node.key]
+            del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
         self.num_nodes -= 1
         if parent.parent is None and not parent.children and parent in self._namespaces:
             # An empty root goes, so that salts that come and go leave nothing.

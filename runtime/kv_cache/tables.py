@@ -22,6 +22,7 @@ class PageTables:
     def __init__(self, *, tokens_per_page: int, num_slots: int, max_seq_len: int) -> None:
         self.tokens_per_page = tokens_per_page
         width = pages_for(max_seq_len, tokens_per_page)
+        self._width = np.array(width)
         self.tables = np.full((num_slots, width), NO_PAGE, dtype=np.int32)
         self._flat = self.tables.reshape(-1)
         self.num_used = np.zeros(num_slots, np.int32)
@@ -65,11 +66,11 @@ class PageTables:
         slots = slots[short]
         used = self.num_used[slots]
         needed = used + more
-        width, count = self.tables.shape[1], sum(more.tolist())
-        if np.count_nonzero(needed > width):
+        count = sum(more.tolist())
+        if np.count_nonzero(needed > self._width):
             row = int(needed.argmax())
-            raise RuntimeError(f"slot {slots[row]} needs {needed[row]} pages, its table holds {width}")
-        rows, places = slots * width, used
+            raise RuntimeError(f"slot {slots[row]} needs {needed[row]} pages, its table holds {self._width}")
+        rows, places = slots * self._width, used
         if count > len(slots):  # somebody reads context: more than a page for each
             rows = rows.repeat(more)
             places = np.arange(count) - (more.cumsum() - more - used).repeat(more)
@@ -77,13 +78,14 @@ class PageTables:
         self._flat[rows + places] = allocate(count)
         self.num_used[slots] = needed
         self.total += count
-        self._held_tokens[slots] = needed * self.tokens_per_page
+        self._held_tokens[slots] = needed * self._page_tokens
         return slots
 
     def begin(self, slot: int, pages: Sequence[int]) -> None:
         """The first pages of a slot that has none."""
         count = len(pages)
-        self.tables[slot, :count] = pages
+        if count:
+            self.tables[slot, :count] = pages
         self.num_used[slot] = count
         self._held_tokens[slot] = count * self.tokens_per_page
         self.total += count

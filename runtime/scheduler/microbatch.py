@@ -60,58 +60,56 @@ class MicroBatchScheduler:
         others = starts >= running.turn_tokens[slots]
         if not np.count_nonzero(others):  # half the time of any()
             return self._all_generate(step, running, slots, starts)
-        places = others.nonzero()[0]
-        other_slots, other_starts = slots[places], starts[places]
-        in_context = other_starts < running.context_tokens[other_slots]
-        context, context_starts = other_slots[in_context], other_starts[in_context]
+        # From here on requests are places in `slots`, so that those with rows are picked out once at last.
+        context = others.nonzero()[0]
+        reads = starts[context] < running.context_tokens[slots[context]]
         left_out: list[tuple[Reason, np.ndarray]] = []
-        if len(context) < len(places):
-            left_out.append((Reason.ALL_PLANNED, other_slots[~in_context]))
-        generates = ~others
-        slots, starts = slots[generates], starts[generates]
-        kept = self._reserved(step, running, context, slots)
-        slots, starts = self._in_turn(running, slots, starts, self.max_num_tokens - kept, left_out)
-        budget = self.max_num_tokens - len(slots)
+        if np.count_nonzero(reads) < len(context):
+            left_out.append((Reason.ALL_PLANNED, slots[context[~reads]]))
+            context = context[reads]
+        generation = (~others).nonzero()[0]
+        kept = self._reserved(step, running, slots[context], generation)
+        generation = self._in_turn(running, slots, generation, self.max_num_tokens - kept, left_out)
+        budget = self.max_num_tokens - len(generation)
         if len(context) == 0 or budget == 0:
             if len(context):
-                left_out.append((Reason.NO_BUDGET, context))
-            return _plan(step, running, slots, starts, starts + 1, left_out)
-        sizes, codes = self._fill(running, context, context_starts, budget)
+                left_out.append((Reason.NO_BUDGET, slots[context]))
+            starts = starts[generation]
+            return _plan(step, running, slots[generation], starts, starts + _ONE, left_out)
+        sizes, codes = self._fill(running, slots[context], starts[context], budget)
         if np.count_nonzero(sizes) < len(sizes):
             served = sizes > 0
-            left_out.append((Reason.NO_BUDGET, context[~served]))
-            context, context_starts = context[served], context_starts[served]
-            sizes, codes = sizes[served], codes[served]
-        return _plan(
-            step,
-            running,
-            np.concatenate((context, slots)),
-            np.concatenate((context_starts, starts)),
-            np.concatenate((context_starts + sizes, starts + 1)),
-            left_out,
-            codes,
-        )
+            left_out.append((Reason.NO_BUDGET, slots[context[~served]]))
+            context, sizes, codes = context[served], sizes[served], codes[served]
+        rows = np.concatenate((context, generation))
+        starts = starts[rows]
+        ends = starts + _ONE
+        ends[: len(sizes)] += sizes - _ONE
+        return _plan(step, running, slots[rows], starts, ends, left_out, codes)
 
     def _all_generate(self, step: int, running: Running, slots: np.ndarray, starts: np.ndarray) -> StepPlan:
         left_out: list[tuple[Reason, np.ndarray]] = []
-        slots, starts = self._in_turn(running, slots, starts, self.max_num_tokens, left_out)
+        if len(slots) > self.max_num_tokens:
+            places = np.arange(len(slots))
+            places = self._in_turn(running, slots, places, self.max_num_tokens, left_out)
+            slots, starts = slots[places], starts[places]
         return _plan(step, running, slots, starts, starts + _ONE, left_out)
 
     def _in_turn(
         self,
         running: Running,
         slots: np.ndarray,
-        starts: np.ndarray,
+        places: np.ndarray,
         room: int,
         left_out: list[tuple[Reason, np.ndarray]],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Who of those that generate gets the `room` rows, and where they go on."""
-        if len(slots) <= room:
-            return slots, starts
-        turn = np.argsort(running.last_step[slots], kind="stable")  # ties by rank
-        left_out.append((Reason.NO_BUDGET, slots[turn[room:]]))
-        chosen = np.sort(turn[:room])
-        return slots[chosen], starts[chosen]
+    ) -> np.ndarray:
+        """Which of the places, of those that generate, get the `room` rows."""
+        if len(places) <= room:
+            return places
+        turn = running.last_step[slots[places]].argsort(kind="stable")  # ties by rank
+        left_out.append((Reason.NO_BUDGET, slots[places[turn[room:]]]))
+        chosen: np.ndarray = places[np.sort(turn[:room])]
+        return chosen
 
     def _reserved(self, step: int, running: Running, context: np.ndarray, generation: np.ndarray) -> int:
         """Rows kept for context although generation could take them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -63,7 +64,7 @@ class StepPlan:
     the numbers are arrays, and what names requests one by one is made when somebody asks.
 
     Attributes:
-        slots: [B] whose rows they are. names: [num_slots] request ids by slot.
+        slots: [B] whose rows they are. names: request ids by slot, which nobody changes any more.
         starts, ends: [B] positions of its rows. samples: [B] whether the last row's logits give an
             output token.
         context_codes: [C] why the first C sequences, which are context, got their rows: indices into
@@ -72,7 +73,7 @@ class StepPlan:
     """
 
     step: int
-    names: np.ndarray
+    names: Sequence[str]
     slots: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
@@ -81,10 +82,9 @@ class StepPlan:
     left_out: tuple[tuple[Reason, np.ndarray], ...]
 
     @property
-    def request_ids(self) -> np.ndarray:
-        """object [B]: whose rows they are."""
-        ids: np.ndarray = self.names[self.slots]
-        return ids
+    def request_ids(self) -> list[str]:
+        """[B]: whose rows they are."""
+        return self.names_of(self.slots)
 
     @property
     def num_sequences(self) -> int:
@@ -134,15 +134,20 @@ class StepPlan:
         reasons = [CONTEXT_REASONS[code] for code in self.context_codes.tolist()]
         reasons += [Reason.GENERATION] * (self.num_sequences - self.num_context)
         slots, starts = self.slots[part], self.starts[part]
-        columns = (self.names[slots], slots, starts, self.ends[part] - starts, self.samples[part])
-        rows = zip(*(c.tolist() for c in columns), reasons[part], strict=True)
+        columns = (slots, starts, self.ends[part] - starts, self.samples[part])
+        rows = zip(self.names_of(slots), *(c.tolist() for c in columns), reasons[part], strict=True)
         return tuple(Scheduled(*row) for row in rows)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         return tuple(
-            Skipped(name, reason) for reason, slots in self.left_out for name in self.names[slots].tolist()
+            Skipped(name, reason) for reason, slots in self.left_out for name in self.names_of(slots)
         )
+
+    def names_of(self, slots: np.ndarray) -> list[str]:
+        """Request ids of these slots."""
+        names = self.names
+        return [names[slot] for slot in slots.tolist()]
 
     def slots_left_out(self, reason: Reason) -> np.ndarray:
         """int64: slots of those without rows for this reason."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
-
-import numpy as np
 
 from tapeout.runtime.kv_cache.users import PageEvictions
 from tapeout.runtime.scheduler.capacity import Admission, Held
@@ -72,13 +70,13 @@ class Eviction:
         return f"evicted: {self.pages} cached pages of it{where} made room for {names}"
 
 
-def evictions_of(evicted: Iterable[PageEvictions], names: np.ndarray) -> tuple[Eviction, ...]:
+def evictions_of(evicted: Iterable[PageEvictions], names: Sequence[str]) -> tuple[Eviction, ...]:
     """One for each request that lost pages at a time. names: request ids by slot."""
     found = []
     for pages, slots in evicted:
         lost = Counter(owner for owner, _ in pages)
         moved = Counter(owner for owner, on_host in pages if on_host)
-        for_whom = tuple(names[list(slots)].tolist())
+        for_whom = tuple(names[slot] for slot in slots)
         found += [Eviction(owner, count, moved[owner], for_whom) for owner, count in lost.items()]
     return tuple(found)
 

@@ -78,6 +78,9 @@ class Request:
             it is queued and kept for good, so that a paused request is still before later ones.
         output_token_ids: ids it had when it was paused last; context, when it runs again.
         lost_tokens: tokens that were in the KV cache when it was paused last.
+        worst_case_tokens: cache tokens it can come to hold: prompt and all output. The last sampled id is
+            never an input of a request that ends by length, so this is one more than such a request
+            writes; it is the place of the surplus row that runs after a stop the host sees one step late.
         pauses: how often it was paused.
     """
 
@@ -100,17 +103,21 @@ class Request:
     lost_tokens: int = 0
     pauses: int = 0
     context_token_ids: np.ndarray = field(init=False)
+    worst_case_tokens: int = field(init=False)
     ending_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.worst_case_tokens = len(self.prompt_token_ids) + self.max_tokens
         self.ending_ids = self.eos_token_ids | self.stop_token_ids
         self.context_token_ids = self.prompt_token_ids
 
     def paused_with(self, output_token_ids: np.ndarray, cached_tokens: int) -> None:
-        """It gave up its slot after these ids; they are part of its context when it runs again."""
+        """It gave up its slot after these ids, which are copied: they are part of its context when it runs
+        again."""
         self.pauses += 1
-        self.output_token_ids, self.lost_tokens = output_token_ids, cached_tokens
+        self.lost_tokens = cached_tokens
         self.context_token_ids = np.concatenate([self.prompt_token_ids, output_token_ids])
+        self.output_token_ids = self.context_token_ids[self.prompt_tokens :]
 
     @property
     def prompt_tokens(self) -> int:
@@ -120,13 +127,3 @@ class Request:
     def context_tokens(self) -> int:
         """Tokens it reads before it samples the next one: the prompt, and what it had when paused."""
         return len(self.context_token_ids)
-
-    @property
-    def worst_case_tokens(self) -> int:
-        """Cache tokens it can come to hold: prompt and all output.
-
-        The last sampled id is never an input of a request that ends by length, so this is one more
-        than such a request writes; it is the place of the surplus row that runs after a stop the
-        host sees one step late.
-        """
-        return self.prompt_tokens + self.max_tokens

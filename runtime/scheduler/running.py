@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tapeout.runtime.scheduler.plan import StepPlan
@@ -54,7 +56,7 @@ class Running:
         self.output_ids = np.empty((num_slots, max_output_tokens), np.int32)
         self._flat_ids = self.output_ids.reshape(-1)
         self.requests: list[Request | None] = [None] * num_slots
-        self._names = np.full(num_slots, None, object)
+        self._names = [""] * num_slots
         self._names_are_shared = False
         self._by_id: dict[str, Request] = {}
         self._order = np.zeros(0, np.int64)
@@ -95,9 +97,9 @@ class Running:
         turns: np.ndarray = np.lexsort((numbers, arrivals))
         return turns
 
-    def names_by_slot(self) -> np.ndarray:
-        """object [num_slots]: request ids as they are now, also of requests that have ended. Whoever has the
-        array may keep it: it does not change any more."""
+    def names_by_slot(self) -> Sequence[str]:
+        """Request ids as they are now, also of requests that have ended. Whoever has the list may keep it: it
+        does not change any more."""
         self._names_are_shared = True
         return self._names
 
@@ -167,17 +169,16 @@ class Running:
         """A token has been read for the slot's request since it was admitted."""
         return bool(self.output_tokens[slot] > self.resumed_tokens[slot])
 
-    @property
-    def have_sampled(self) -> np.ndarray:
-        """bool [num_slots]: the same for all slots."""
-        sampled: np.ndarray = self.output_tokens > self.resumed_tokens
+    def have_sampled(self, slots: np.ndarray) -> np.ndarray:
+        """bool [S]: the same for several slots."""
+        sampled: np.ndarray = self.output_tokens[slots] > self.resumed_tokens[slots]
         return sampled
 
-    @property
-    def known_tokens(self) -> np.ndarray:
-        """int32 [num_slots]: prompt and ids read but for the last one, which has not been, or may not have
+    def known_tokens(self, slots: np.ndarray) -> np.ndarray:
+        """int32 [S]: prompt and ids read but for the last one, which has not been, or may not have
         been, in a step that was read. Of those that have sampled since they were admitted."""
-        known: np.ndarray = self.worst_case_tokens - self.max_tokens + self.output_tokens - 1
+        prompts = self.worst_case_tokens[slots] - self.max_tokens[slots]
+        known: np.ndarray = prompts + self.output_tokens[slots] - 1
         return known
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
@@ -203,9 +204,11 @@ class Running:
     def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
         """int32: prompt and ids read, at these positions."""
         prompt, output = request.prompt_token_ids, self.output_ids[request.slot]
+        if end <= len(prompt):
+            return prompt[start:end]
         if start >= len(prompt):
             return output[start - len(prompt) : end - len(prompt)]
-        return np.concatenate([prompt[start:end], output[: max(end - len(prompt), 0)]])
+        return np.concatenate([prompt[start:], output[: end - len(prompt)]])
 
     def looked_at(self, request: Request) -> None:
         """The request's newest token has been dealt with and did not end it."""

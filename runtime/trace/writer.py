@@ -49,7 +49,7 @@ def step_event(record: StepRecord) -> dict[str, Any]:
             for s in plan.context
         ]
     if plan.num_sequences > plan.num_context:
-        event["generation"] = plan.request_ids[plan.num_context :].tolist()
+        event["generation"] = plan.request_ids[plan.num_context :]
     if plan.left_out:
         event["left_out"] = [{"id": s.request_id, "reason": s.reason.value} for s in plan.skipped]
     event["pages_used"] = record.pages_used

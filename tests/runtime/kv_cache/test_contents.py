@@ -243,14 +243,14 @@ class ContentsMachine(RuleBasedStateMachine):
     def look(self) -> None:
         """Somebody looks: what has become full is left to the cache."""
         sound = {s for s, r in self.live.items() if r.output and not r.ended}
-        ready = np.array([s in sound for s in range(SLOTS)])
-        lengths = {s: len(r.prompt) + len(r.output) - 1 for s, r in self.live.items()}
-        num_tokens = np.array([lengths.get(s, 0) for s in range(SLOTS)])
-        for slot in self.kv.slots_to_store(ready, num_tokens):
+        ready = [s for s in self.kv.unstored_slots().tolist() if s in sound]
+        num_tokens = [len(self.live[s].ids) - 1 for s in ready]
+        for slot in self.kv.slots_to_store(np.array(ready, np.int64), np.array(num_tokens, np.int32)):
             path = self.kv._slots[slot].path
             before = len(path)
             self.store(slot)
             assert len(path) > before or not self.kv._slots[slot].may_store, "nobody is named in vain"
+        assert not set(ready) & set(self.kv.unstored_slots().tolist()), "nobody is looked at twice"
 
     # ---- the rest of the world --------------------------------------------------------------
 

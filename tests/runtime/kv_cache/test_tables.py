@@ -84,3 +84,18 @@ def test_misuse_is_an_error() -> None:
         pool.release([page])
     with pytest.raises(RuntimeError, match="cannot be shared"):
         pool.retain(page)
+
+
+def test_only_idle_pages_are_dropped_together() -> None:
+    pool = PagePool(3)
+    idle, held, plain = pool.allocate(3)
+    pool.keep(idle)
+    pool.keep(held)
+    pool.release([idle, plain])
+    for page in (held, plain):
+        with pytest.raises(RuntimeError, match=f"page {page} is not idle"):
+            pool.drop_idle([page])
+    assert (pool.num_blank, pool.num_idle) == (1, 1)
+    pool.drop_idle([idle])
+    assert (pool.num_blank, pool.num_idle, pool.is_kept(idle)) == (2, 0, False)
+    assert pool.allocate(1) == [idle], "the one freed last"
