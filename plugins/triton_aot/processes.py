@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 from tapeout.plugins.cuda import KernelSpec
-from tapeout.plugins.errors import CapacityError
+from tapeout.plugins.errors import CapacityError, TapeoutError
 from tapeout.plugins.triton_aot.compile import CompiledKernel, cached_kernel, compile_kernel
 from tapeout.plugins.triton_aot.digest import kernel_digest
 
@@ -68,7 +68,8 @@ def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[
     """Compile several kernels in `workers` processes (0: one a core); results in the order of specs.
 
     Equal specs are compiled once; inside `compilers` its processes do it. Raises what `compile_kernel`
-    raises, for the first that fails, and CapacityError when one of the processes is killed.
+    raises, for the first that fails, once all others are in the cache: who can do without it need not wait
+    for them again. Raises CapacityError when one of the processes is killed.
     """
     digests = [kernel_digest(spec) for spec in specs]
     unique = dict(zip(digests, specs, strict=True))
@@ -79,12 +80,25 @@ def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[
     if missing and (kept is not None or workers > 1):
         with nullcontext(kept) if kept is not None else _started(workers) as processes:
             asked = {digest: processes.ask(digest, spec, sm) for digest, spec in missing.items()}
-            try:
-                found |= {digest: kernel.result() for digest, kernel in asked.items()}
-            except BrokenProcessPool as error:
-                raise _killed() from error
+            found |= _results(asked)
     done = {digest: kernel or compile_kernel(unique[digest], sm) for digest, kernel in found.items()}
     return [done[digest] for digest in digests]
+
+
+def _results(asked: Mapping[str, Future[CompiledKernel]]) -> dict[str, CompiledKernel]:
+    """Waits for all, then raises the first error."""
+    done: dict[str, CompiledKernel] = {}
+    failed: list[TapeoutError] = []
+    for digest, kernel in asked.items():
+        try:
+            done[digest] = kernel.result()
+        except BrokenProcessPool as error:
+            raise _killed() from error
+        except TapeoutError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return done
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tapeout.plugins.cuda import KernelSpec
-from tapeout.plugins.errors import CapacityError
+from tapeout.plugins.errors import CapacityError, TapeoutError
 from tapeout.plugins.triton_aot import (
     CompiledKernel,
     compile_ahead,
@@ -23,6 +24,7 @@ from tapeout.plugins.triton_aot import (
     processes,
 )
 from tapeout.plugins.triton_aot import compile as compile_module
+from tapeout.plugins.triton_aot.compile import cached_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,15 @@ def test_processes_are_kept(specs: list[KernelSpec], monkeypatch: pytest.MonkeyP
         [k.cubin for k in compile_all(specs, sm)] for sm in (80, 90)
     ]
     assert not list(tmp_path.rglob(".*")), "no lock stays"
+
+
+def test_a_kernel_that_does_not_compile_costs_itself(specs: list[KernelSpec]) -> None:
+    good = specs[0]
+    bad = replace(good, constants={**good.constants, "ROWS": 33})  # a block's rows are a power of two
+    others = [replace(good, constants={**good.constants, "TOKENS": tokens}) for tokens in (128, 256)]
+    with compilers(1), pytest.raises(TapeoutError, match="ROWS=33"):
+        compile_all([bad, *others], 80)
+    assert all(cached_kernel(spec, 80) is not None for spec in others)
 
 
 def test_what_is_begun_ahead_is_compiled_once(
