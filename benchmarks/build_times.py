@@ -1,6 +1,6 @@
 """Record what builds of engines for a GPU took, stage by stage: from the reports beside the engines.
 
-    python benchmarks/build_times.py REPORT.json ... --where TEXT --commit SHA [--key KEY]
+    python benchmarks/build_times.py REPORT.json ... --where TEXT --commit SHA --key KEY
 
 Reads the reports alone, so it runs anywhere. `--where` says on which machine the builds ran and with what
 at hand (timings, compiled kernels), which the report leaves out on purpose. Adds to `build_gpu.json` under
@@ -24,7 +24,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
     stages = {name: round(seconds, 2) for name, seconds in report["stage_seconds"].items()}
     tried = sum(1 + len(timing["losers"]) for timing in report["tactics"])
     return {
-        "engine": report["engine"],
+        "engine": Path(report["engine"]).name,
         "target": report["target"],
         "dtype": report["dtype"],
         "limits": report["limits"],

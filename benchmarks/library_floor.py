@@ -52,7 +52,7 @@ class Step:
             for name, shape in WEIGHTS.items()
         }
         self.inputs = {name: _random(tokens, columns) for name, (_, columns) in WEIGHTS.items()}
-        self.outputs = {name: torch.empty_like(_random(tokens, rows)) for name, (rows, _) in WEIGHTS.items()}
+        self.outputs = {name: _random(tokens, rows) for name, (rows, _) in WEIGHTS.items()}
         self.query = _random(1, HEADS, tokens, HEAD_DIM)
         self.key, self.value = (_random(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
 

@@ -13,7 +13,7 @@ from tapeout.cli.segment_text import regions_lines
 from tapeout.cli.streams import writing
 
 if TYPE_CHECKING:
-    from tapeout.compiler.tactics.gpu_timing import TimedPack
+    from tapeout.compiler.tactics.gpu_timed_pack import TimedPack
 
 _SHOWN = 20  # lines about lost candidates
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tapeout.compiler.files import check_output
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tactics.gpu_cache import Gpu, gpus_meant
-from tapeout.compiler.tactics.gpu_timing import TimedPack, record
+from tapeout.compiler.tactics.gpu_timed_pack import TimedPack, record
 from tapeout.compiler.tensorrt.builder import Built
 from tapeout.compiler.tensorrt.segment_cache import SegmentCache, kept_folder, take_over
 from tapeout.plugins.errors import UsageError
@@ -24,7 +24,7 @@ from tapeout.runtime.tactic_timer.session import time_pack
 
 def time_into_cache(
     pack_path: Path,
-    cache_path: Path | None,
+    cache_path: Path,
     *,
     earlier_path: Path | None = None,
     device: int = 0,
@@ -40,12 +40,9 @@ def time_into_cache(
             are of another GPU that the pack's target could mean; told before anything is timed.
         EngineCorruptError: the pack is damaged. EngineIncompatibleError: the GPU cannot run it.
     """
-    if cache_path is not None:
-        if cache_path.exists() and cache_path.samefile(pack_path):
-            raise UsageError(
-                f"{cache_path} is the pack, which would be lost", hint="name another file with -o"
-            )
-        check_output(cache_path, "timing cache")
+    if cache_path.exists() and cache_path.samefile(pack_path):
+        raise UsageError(f"{cache_path} is the pack, which would be lost", hint="name another file with -o")
+    check_output(cache_path, "timing cache")
     cache = TimingCache.load(cache_path)
     file = read_pack(pack_path)
     earlier = TimingCache.load(earlier_path)
@@ -58,10 +55,10 @@ def time_into_cache(
         check_gpu=lambda facts: _check_same(Gpu.of(facts), earlier, file.pack),
     )
     done = record(file.pack, times, cache)
-    if cache_path is not None:  # first: a cache never speaks of a segment that is lost
-        _keep_segments(file, times, cache_path)
-        if earlier_path is not None:
-            take_over(earlier_path, cache_path)
+    # Segments first: a cache never speaks of one that is lost.
+    _keep_segments(file, times, cache_path)
+    if earlier_path is not None:
+        take_over(earlier_path, cache_path)
     cache.save()
     return done
 

@@ -17,7 +17,7 @@ from tapeout.compiler.tactics.gpu_pack import make_pack, write_pack
 from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.gpu_select import TimedChoices, Unanswered, choose_timed, unanswered
 from tapeout.compiler.tactics.gpu_steps import StepContest, step_contests
-from tapeout.compiler.tactics.gpu_timing import record
+from tapeout.compiler.tactics.gpu_timed_pack import record
 from tapeout.plugins.cpu import OpSignature
 from tapeout.plugins.cuda import NATIVE, TENSORRT, CudaTarget
 from tapeout.plugins.errors import EngineIncompatibleError, UsageError

@@ -91,7 +91,7 @@ class SegmentCache:
 
 
 def take_over(earlier: Path, timing_cache: Path) -> None:
-    """Put segments that lie beside another timing cache beside this one, where it has none of that name.
+    """Put segments that lie beside another timing cache beside this one, where none of that name is whole.
 
     Raises UsageError where that cannot be read or written.
     """

@@ -68,8 +68,8 @@ def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[
     """Compile several kernels in `workers` processes (0: one a core); results in the order of specs.
 
     Equal specs are compiled once; inside `compilers` its processes do it. Raises what `compile_kernel`
-    raises, for the first that fails, once all others are in the cache: who can do without it need not wait
-    for them again. Raises CapacityError when one of the processes is killed.
+    raises, for the first that fails; processes have put all others into the cache by then, so who can do
+    without it does not wait for them again. Raises CapacityError when one of the processes is killed.
     """
     digests = [kernel_digest(spec) for spec in specs]
     unique = dict(zip(digests, specs, strict=True))
@@ -86,7 +86,7 @@ def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[
 
 
 def _results(asked: Mapping[str, Future[CompiledKernel]]) -> dict[str, CompiledKernel]:
-    """Waits for all, then raises the first error."""
+    """By digest; waits for all before it raises the first error."""
     done: dict[str, CompiledKernel] = {}
     failed: list[TapeoutError] = []
     for digest, kernel in asked.items():

@@ -22,13 +22,13 @@ class PageTables:
     def __init__(self, *, tokens_per_page: int, num_slots: int, max_seq_len: int) -> None:
         self.tokens_per_page = tokens_per_page
         width = pages_for(max_seq_len, tokens_per_page)
-        self._width = np.array(width)
         self.tables = np.full((num_slots, width), NO_PAGE, dtype=np.int32)
         self._flat = self.tables.reshape(-1)
         self.num_used = np.zeros(num_slots, np.int32)
         self.total = 0
         self._held_tokens = np.zeros(num_slots, np.int32)  # what those pages hold
         # As arrays, for which NumPy takes less time than for numbers of Python's.
+        self._width = np.array(width)
         self._page_tokens = np.array(tokens_per_page, np.int32)
         self._last_of_page = np.array(tokens_per_page - 1, np.int32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +66,6 @@ def test_engine_of_another_format(invoke: Invoke, tiny_engine: Path, tmp_path: P
 
 @pytest.mark.parametrize("target", ["cuda:h100", "cpu:aarch64"])
 def test_engine_for_another_target(invoke: Invoke, tiny_engine: Path, tmp_path: Path, target: str) -> None:
-    from dataclasses import replace
-
     other = tmp_path / "other.engine"
     with open_engine(tiny_engine) as engine:
         arrays = {

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_llm import PAGE_BYTES, SLOTS, assert_nothing_is_held, ids
 
 from tapeout.runtime import LLM, RequestOutput, SamplingParams
 from tapeout.runtime.stream import RequestStream
 
-SLOTS, PAGE_BYTES = 4, 8_192  # of the tiny engine
 ANSWER = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(5, 300), k=count)
 
 
 def token_ids(deltas: list[RequestOutput]) -> tuple[int, ...]:
@@ -47,7 +42,7 @@ def collect(box: list[RequestStream]) -> None:
 
 
 def fail(box: list[RequestStream]) -> None:
-    """The consumer's own error."""
+    """The consumer's own error; `pytest.raises` would keep its frames, and so the stream."""
 
     def consume(stream: RequestStream) -> None:
         raise ZeroDivisionError
@@ -170,15 +165,6 @@ def test_a_stream_can_be_left_at_any_time(tiny_engine: Path, alone: Any, state: 
             assert_nothing_is_held(llm)
         if cache == "host tier" and state != "finished":
             assert llm.prefix_cache.stats().offloaded_pages > 0
-
-
-def assert_nothing_is_held(llm: LLM) -> None:
-    while llm._loop.step():
-        pass
-    stats = llm.stats()
-    assert (stats.kv_pages_used, stats.num_requests_running, stats.num_requests_waiting) == (0, 0, 0)
-    assert (llm._loop.capacity.num_free_slots, llm._loop.capacity.committed_pages) == (SLOTS, 0)
-    assert llm._loop.kv_cache.retired_pages == 0
 
 
 def test_a_consumer_that_breaks_off_between_two_deltas(tiny_engine: Path, alone: Any) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -37,6 +37,8 @@ from tapeout.runtime.engine import open_engine
 from tapeout.runtime.executors import load_executor
 
 # The compiler is imported where it is used: processes that compile kernels import this file, too.
+if TYPE_CHECKING:
+    from tapeout.compiler.tactics.gpu_contests import Contest
 
 WORK = ROOT / "build" / "gpu-work"
 SMOLLM2_LIMITS = {"max_batch_size": 8, "max_num_tokens": 512, "max_seq_len": 512, "tokens_per_page": 32}
@@ -53,7 +55,8 @@ SAMPLED = {
 _STAYS = ("family_", "refused_")
 #: Sources that say nothing of what a CPU engine answers.
 _GPU_ONLY = ("cli/", "plugins/triton_aot/", "plugins/tactic_check/", "runtime/bench/",
-             "runtime/tactic_timer/", "runtime/executors/cuda/", "compiler/tactics/gpu_")  # fmt: skip
+             "runtime/tactic_timer/", "runtime/executors/cuda/", "compiler/tactics/gpu_",
+             "compiler/time_into_cache.py")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -335,7 +338,7 @@ class Maker:
         (self.bundle / "bundle.json").write_text(json.dumps(index))
 
 
-def is_packed(model: str, contest: Any) -> bool:
+def is_packed(model: str, contest: Contest) -> bool:
     """A few of the buckets, or there are thousands of candidates: between them they hold all tactics."""
     op, rows, attrs = contest.signature.op, contest.rows, contest.signature.attrs
     if op == "paged_latent_attention" or attrs.get("alibi"):  # splits differ by rows

@@ -34,8 +34,8 @@ class TimedPack:
     """What timing a pack gave.
 
     Attributes:
-        gpu: where. entries, candidates: of the pack.
-        timed: candidates with a time. lost: the others: entry, tactic, reason.
+        gpu: where. times: what was measured, by the numbers of the pack's entries.
+        timed: how many candidates have a time. lost: the others: entry, tactic, reason.
         unavailable: those of the lost that were not tried, for want of a library; no cache keeps them.
         skipped: entries and whole steps nothing is known of, with the reason.
         steps: whole steps that were timed, or that cannot run.
