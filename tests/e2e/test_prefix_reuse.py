@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiny_llm import PAGE, ids
 
 from tapeout.plugins.errors import UsageError
 from tapeout.runtime import LLM, KvCacheRetentionConfig, SamplingParams, TokenRangeRetentionConfig
 from tapeout.runtime.bench.measured_llm import BenchRequest, MeasuredLLM
 from tapeout.runtime.kv_cache import EventKind, Tier
 
-PAGE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return random.Random(seed).choices(range(3, 300), k=count)
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], **options: Any) -> list[tuple[int, ...]]:
