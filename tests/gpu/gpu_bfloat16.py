@@ -11,10 +11,14 @@ from typing import Any
 
 from gpu_families import FamilyFile, family_file
 
-#: Families with what their tiny model is beside its file: latent attention, then ALiBi as three families
-#: scale it. A near tie between experts would move logits by more than rounding does, so there are none.
+#: Families with what their tiny model's configuration has beside its file's, or in place of it (None: the key
+#: goes): latent attention, then ALiBi as three families scale it. A near tie between experts would move
+#: logits by more than rounding does, so there are none, nor keys that only experts read.
 CONFIG: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"first_k_dense_replace": 2},
+    "deepseek_v3": {
+        "first_k_dense_replace": 2,
+        **dict.fromkeys(("n_group", "n_routed_experts", "num_experts_per_tok", "topk_group")),
+    },
     "minicpm3": {},
     "bloom": {},
     "mpt": {},
@@ -29,7 +33,9 @@ PIECE_TOKENS = 4
 def bfloat16_file(name: str) -> FamilyFile:
     """The family's file, with the configuration and the number of new tokens of its bfloat16 engine."""
     file = family_file(name)
-    return replace(file, config={**file.config, **CONFIG[name]}, new_tokens=NEW_TOKENS)
+    config = {**file.config, **CONFIG[name]}
+    wanted = {key: value for key, value in config.items() if value is not None or key not in CONFIG[name]}
+    return replace(file, config=wanted, new_tokens=NEW_TOKENS)
 
 
 def engine_name(name: str) -> str:
