@@ -37,7 +37,7 @@ ALL = "all"
     "holds stay, when seed and versions are the same.",
 )
 def command(as_json: bool, names: tuple[str, ...], seed: int, output: Path | None) -> None:
-    """Show model families and how near their engines come to Hugging Face's eager float32 code.
+    """Show model families and how near their engines come to Hugging Face's float32 code.
 
     Parity is `exact` when greedy ids are equal and logits within tolerance, alone and batched; `tolerance`
     when only logits are; `none` when neither is, or when the family cannot be built: the notes say why.

@@ -19,7 +19,7 @@ from tapeout.compiler.pipeline import expected_matches, passes_for, run_passes
 from tapeout.compiler.progress import Progress, Stage
 from tapeout.compiler.trace import FindWeight, trace
 from tapeout.model_defs import ModelSource, open_model
-from tapeout.model_defs.architecture import calls_interface
+from tapeout.model_defs.architecture import calls_interface, written_attention
 from tapeout.model_defs.check_checkpoint import check_checkpoint
 from tapeout.model_defs.config_use import check_config_use, recording_reads
 from tapeout.model_defs.conversion import converted
@@ -121,7 +121,7 @@ def trace_source(source: ModelSource, dtype: str, max_seq_len: int | None = None
 
     `max_seq_len`: see `load_meta_model`.
     """
-    implementation = INTERFACE if calls_interface(source.config) else "eager"
+    implementation = INTERFACE if calls_interface(source.config) else written_attention(source.config)
     with recording_reads(source.config) as read:
         model = load_meta_model(source, dtype, implementation, max_seq_len)
         graph, find_weight = _trace(source, model)

@@ -191,13 +191,15 @@ def _written_mask(
 
 @contextmanager
 def masks_as_tensors() -> Iterator[None]:
-    """Hugging Face's eager masks become `tapeout::causal_mask`."""
-    before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _written_mask)
+    """The masks of Hugging Face's `eager` and `sdpa` become `tapeout::causal_mask`."""
+    before = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("eager", "sdpa")}
+    for name in before:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, _written_mask)
     try:
         yield
     finally:
-        ALL_MASK_ATTENTION_FUNCTIONS.register("eager", before)
+        for name, function in before.items():
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
 
 
 @contextmanager

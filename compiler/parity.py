@@ -18,6 +18,7 @@ from torch import nn
 
 from tapeout.compiler.graph import from_numpy
 from tapeout.compiler.trace import FindWeight
+from tapeout.model_defs.architecture import written_attention
 from tapeout.model_defs.meta_model import load_meta_model
 from tapeout.model_defs.source import ModelSource
 from tapeout.model_defs.weights import run_recipe
@@ -183,7 +184,7 @@ def _reference_logits(
     max_seq_len: int,
 ) -> np.ndarray:
     """HF's logits at the same positions, whole sequences at once, weights streamed."""
-    model = load_meta_model(source, dtype, "eager", max_seq_len)
+    model = load_meta_model(source, dtype, written_attention(source.config), max_seq_len)
     _stream_weights(model, source, weight)
     ids = torch.from_numpy(tokens.astype(np.int64))
     keep = torch.arange(prompt - 1, tokens.shape[1])

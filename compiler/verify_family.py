@@ -1,7 +1,7 @@
 """Compare a family's tiny random model with Hugging Face: greedy ids and logits, alone and batched.
 
 The model is built for the `cpu` target in float32 and run as users run it (chunks of prompt, then single
-tokens, requests batched as they come); logits are compared on the sequences that Hugging Face's eager code
+tokens, requests batched as they come); logits are compared on the sequences that Hugging Face's own code
 generates, in float32, without a cache.
 """
 
@@ -19,6 +19,7 @@ import torch
 from tapeout.compiler.build import build
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.parity import FLOAT32_TOLERANCE
+from tapeout.model_defs.architecture import written_attention
 from tapeout.model_defs.families import Family, Verification
 from tapeout.model_defs.tiny import VOCAB_SIZE, tiny_config, write_tiny
 from tapeout.plugins.errors import TapeoutError
@@ -94,10 +95,11 @@ def _options(verify: Verification, batch: int, timing_cache: Path | None) -> Bui
 
 
 def _reference(checkpoint: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    attention = written_attention(AutoConfig.from_pretrained(checkpoint))
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        checkpoint, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
     )
     return model.eval()
 

@@ -99,6 +99,19 @@ def calls_interface(config: Any) -> bool:
     return model_class is None or hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS")
 
 
+def written_attention(config: Any) -> str:
+    """The attention that a model runs by default where it writes it out, `sdpa` or `eager`.
+
+    One of the two is what users of transformers get, and the other may differ: Falcon's `eager` adds ALiBi
+    twice (transformers 5.24).
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = not calls_interface(config) and getattr(model_class, "_supports_sdpa", False)
+    return "sdpa" if known else "eager"
+
+
 def max_positions(config: Any) -> int:
     """The longest sequence the model is made for; models without such a limit (ALiBi) get MAX_POSITIONS."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):

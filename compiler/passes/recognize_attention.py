@@ -41,6 +41,7 @@ def recognize_attention(graph: Graph) -> int:
     Raises UnsupportedError for a softmax over scores whose mask or bias is not understood.
     """
     _split_baddbmm(graph)
+    _split_sdpa(graph)
     softmaxes = [n for t in _SOFTMAX for n in graph.nodes(t) if _is_over_keys(n)]
     if not softmaxes:
         return 0
@@ -71,6 +72,24 @@ def _split_baddbmm(graph: Graph) -> None:
         product = graph.call(node, aten.mul.Tensor, product, float(node.kwargs.get("alpha", 1)))
         bias = graph.call(node, aten.mul.Tensor, bias, float(node.kwargs.get("beta", 1)))
         node.replace_all_uses_with(graph.call(node, aten.add.Tensor, product, bias))
+        graph.graph.erase_node(node)
+
+
+def _split_sdpa(graph: Graph) -> None:
+    """`scaled_dot_product_attention` with a mask of numbers becomes its products and its softmax."""
+    for node in graph.nodes(aten.scaled_dot_product_attention.default):
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        mask, q, k = given.get("attn_mask"), given["query"], given["key"]
+        masked = mask is not None and mask.meta["val"].dtype != torch.bool
+        if not masked or given.get("dropout_p") or given.get("is_causal") or given.get("enable_gqa"):
+            raise _unknown(node, "calls scaled_dot_product_attention without a mask of numbers")
+        scale = given.get("scale") or q.meta["val"].shape[-1] ** -0.5
+        scores = graph.call(node, aten.matmul.default, q, graph.call(node, aten.transpose.int, k, -2, -1))
+        scores = graph.call(node, aten.mul.Tensor, scores, float(scale))
+        scores = graph.call(node, aten.add.Tensor, scores, mask)
+        weights = graph.call(node, aten.softmax.int, scores, -1)
+        node.replace_all_uses_with(graph.call(node, aten.matmul.default, weights, given["value"]))
         graph.graph.erase_node(node)
 
 

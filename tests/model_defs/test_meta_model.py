@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tapeout.compiler.peak_memory import peak_memory_bytes
 from tapeout.model_defs import open_model
+from tapeout.model_defs.architecture import calls_interface, written_attention
 from tapeout.model_defs.check_checkpoint import check_checkpoint
 from tapeout.model_defs.conversion import converted
 from tapeout.model_defs.meta_model import expected_tensors, load_meta_model
+from tapeout.model_defs.tiny import tiny_config
 from tapeout.model_defs.weights import run_recipe
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
@@ -196,3 +198,12 @@ class TestCheck:
         check_checkpoint(source, expected, tied)
         files = {n: t for n, t in source.checkpoint.files.items() if n != "lm_head.weight"}
         check_checkpoint(replace(source, checkpoint=type(source.checkpoint)(files)), expected, tied)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt_neo", "mpt"])
+def test_written_attention_is_what_hugging_face_runs_by_default(model_type):
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    assert not calls_interface(config)
+    assert written_attention(config) == model.config._attn_implementation
