@@ -200,7 +200,7 @@ class TestCheck:
         check_checkpoint(replace(source, checkpoint=type(source.checkpoint)(files)), expected, tied)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "falcon", "gpt_neo", "mpt"])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt"])
 def test_written_attention_is_what_hugging_face_runs_by_default(model_type):
     config = tiny_config(model_type)
     with torch.device("meta"):
