@@ -12,7 +12,8 @@ from tapeout.model_defs.families import families
 #: One for each way of doing a thing; `tapeout models --verify all` tries every family.
 NAMES = (
     "apertus", "bloom", "cohere2", "deepseek_v3", "falcon_alibi", "falcon_new", "gemma4_text", "glm4", "gpt2",
-    "gpt_neo", "gpt_oss", "gptj", "llama3_1", "mixtral", "mpt", "nemotron", "opt", "phi3_longrope", "qwen2_moe",
+    "gpt_neo", "gpt_oss", "gptj", "llama3_1", "mixtral", "mpt", "nemotron", "opt", "phi3_longrope",
+    "qwen2_moe",
 )  # fmt: skip
 
 
