@@ -32,7 +32,7 @@ def check_output(path: str | Path, what: str = "output") -> Path:
                 f"{what} {path} is not a regular file", hint="name a file that may be written or replaced"
             )
         if target.is_dir():
-            raise UsageError(f"{what} {path} is a directory", hint=f"name a file: {path / 'model.engine'}")
+            raise UsageError(f"{what} {path} is a directory", hint=f"name a file in it: {path / 'NAME'}")
         if not target.parent.is_dir():
             raise UsageError(
                 f"{what} directory {target.parent} does not exist", hint=f"mkdir -p {target.parent}"

@@ -60,7 +60,8 @@ class LLM:
         threads: CPU threads for kernels, at most the machine's; None = the library's default.
         strict_sku: refuse a GPU of another model than the engine was built for, which otherwise is a
             warning, and on CPUs a later level than the engine's.
-        on_step: called with a `StepRecord` for every step, to see what was scheduled and why.
+        on_step: called with a `StepRecord` for every step that is on its way, to see what was scheduled and
+            why; it may end requests.
         trace: a file that gets every decision as a JSON line; `tapeout explain` shows it. It is
             complete when the LLM is closed, which raises TapeoutError if it could not be written.
 

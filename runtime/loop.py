@@ -49,7 +49,8 @@ class EngineLoop:
         overlap: plan the next step before a step is read. Without it host and executor take turns: for
             simulations in which an end is to show in the very step that brought it.
         clock: seconds, monotonic.
-        on_step: called with the record of every step: every turn in which something was decided.
+        on_step: called with the record of every step: every turn in which something was decided. The step
+            is on its way by then, so that it may end requests.
         observer: sees arrivals and ends, too.
     """
 
@@ -190,8 +191,9 @@ class EngineLoop:
         if plan.num_sequences:
             self._submit(plan, held)
         elif self._decisions.any:  # all pages are still on their way back
-            self._tell(held, plan, self.kv_cache.num_used)
+            record = self._record(held, plan, self.kv_cache.num_used)
             self._next_step += 1
+            self._tell(record)
         while len(self._unread) > (self._most_in_flight if plan.num_sequences else 0):
             self._read()
         return self.has_work
@@ -254,25 +256,29 @@ class EngineLoop:
     def _is_heard(self) -> bool:
         return self.on_step is not None or self.observer is not None
 
-    def _tell(self, held: Held | None, plan: StepPlan, pages_used: int) -> None:
-        """Give the step's record to whoever listens."""
-        evicted = self.kv_cache.take_evictions()
+    def _record(self, held: Held | None, plan: StepPlan, pages_used: int) -> StepRecord | None:
+        """What was decided for a step, which the observer is told; None where nobody listens."""
+        evicted, record = self.kv_cache.take_evictions(), None
         if self._is_heard:
             record = self._decisions.record(held, plan, len(self._waiting), pages_used, evicted)
-            if self.observer is not None:
-                self.observer.on_step(record)
-            if self.on_step is not None:
-                self.on_step(record)
         self._decisions.clear()
+        if record is not None and self.observer is not None:
+            self.observer.on_step(record)
+        return record
+
+    def _tell(self, record: StepRecord | None) -> None:
+        """Last thing about a step, since a caller's function may end requests, or raise."""
+        if record is not None and self.on_step is not None:
+            self.on_step(record)
 
     def _submit(self, plan: StepPlan, held: Held | None) -> None:
-        """Give the step its pages, tell of it, queue it, and move its requests' planned state forward."""
+        """Give the step its pages, queue it, move its requests' planned state forward, and tell of it."""
         used, failure = self.kv_cache.num_used, None
         try:
             self.kv_cache.grow(plan.slots, plan.ends)
         except Exception as error:
             failure = error
-        self._tell(held, plan, used)
+        record = self._record(held, plan, used)
         self._next_step += 1
         self._counts.steps += 1
         self.running.advance(plan)
@@ -284,9 +290,10 @@ class EngineLoop:
             handle = self.executor.submit(pack_step(plan, self.running, self.kv_cache))
         except Exception as error:
             self._fail_step(plan, error)
-            return
-        self._unread.add(plan, handle)
-        self._counts.prompt_tokens += plan.context_rows
+        else:
+            self._unread.add(plan, handle)
+            self._counts.prompt_tokens += plan.context_rows
+        self._tell(record)
 
     def _copy_pages(self) -> None:
         """Have the executor carry out page copies before the step that relies on them."""

@@ -70,10 +70,12 @@ class TimingCache:
             return cls(path)
         try:
             data = json.loads(path.read_text())
+            if not isinstance(data, dict) or not {"version", "entries"} <= data.keys():
+                raise ValueError("it is no object with 'version' and 'entries'")
             if data["version"] != CACHE_VERSION:
                 raise ValueError(f"version {data['version']}, expected {CACHE_VERSION}")
             return cls(path, _checked(data["entries"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"{path} is not a timing cache: {error}",
                 hint="delete the file or name another one; it is made anew",

@@ -209,5 +209,7 @@ def _warnings(
     if options.timing_cache is not None:
         others = ", ".join(gpu.text() for gpu in gpus_in(cache, sm))
         holds = f"it holds those of {others}" if others else f"it holds none of an sm_{sm}"
+        if not cache.entries:
+            holds = "it is empty" if options.timing_cache.exists() else "it does not exist"
         warnings.append(f"timing cache {options.timing_cache} has no timings that serve {target}: {holds}")
     return warnings

@@ -24,6 +24,7 @@ from tapeout.runtime.engine.launches import SegmentProfile
 
 #: Of a segment's SHA-256, so many digits stand in its name.
 _NAME_DIGITS = 16
+_ELSEWHERE = "name a timing cache in a directory you may write to; its segments lie in CACHE.json.segments"
 
 
 def kept_folder(timing_cache: Path) -> Path:
@@ -82,7 +83,10 @@ class SegmentCache:
             path = self.folder / f"{key}-{sha256[:_NAME_DIGITS]}.json"
             _write(path, built.plan, (json.dumps(told, indent=1) + "\n").encode())
         except OSError as error:
-            raise UsageError(f"{self.folder} cannot be written: {error.strerror or error}") from None
+            raise UsageError(
+                f"folder of segments {self.folder} cannot be written: {error.strerror or error}",
+                hint=_ELSEWHERE,
+            ) from None
 
     def key(self, model: bytes, profiles: Sequence[SegmentProfile]) -> str:
         """The name under which a segment is kept: all that it depends on."""
@@ -107,7 +111,7 @@ def take_over(earlier: Path, timing_cache: Path) -> None:
                 _write(target / path.name, pair.built.plan, pair.description)
     except OSError as error:
         raise UsageError(
-            f"segments of {source} cannot be put into {target}: {error.strerror or error}"
+            f"segments of {source} cannot be put into {target}: {error.strerror or error}", hint=_ELSEWHERE
         ) from None
 
 
@@ -129,7 +133,7 @@ class _Pair:
             if told["sha256"] != sha256:
                 return None
             built = Built(plan, tuple(map(str, told["layers"])), float(told["seconds"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
         return cls(built, sha256, description)
 

@@ -15,6 +15,11 @@ from tapeout.runtime.engine.in_use import mark_in_use
 from tapeout.runtime.engine.integrity import Verifier
 from tapeout.runtime.engine.manifest import FORMAT_VERSION
 
+#: The kind of file that `tapeout build --pack` writes.
+PACK = "pack"
+_FROM_PACK = (
+    "time it on the GPU with `tapeout time PACK -o CACHE.json`, then build with --timing-cache CACHE.json"
+)
 WRONG_FILE = "pass the file that `tapeout build -o FILE` wrote"
 
 
@@ -99,6 +104,8 @@ def _parse(fd: int, file_bytes: int, kind: str, where: str) -> tuple[Mapping[str
         raise _no_engine(where, "its header holds no metadata of ours") from None
     if foreign:
         raise _no_engine(where, f"it is a safetensors file of format {metadata.get('format')!r}")
+    if metadata.get("kind") == PACK:  # which counts versions of its own
+        raise EngineCorruptError(f"{where} is not a tapeout engine: it is a pack of tactics", hint=_FROM_PACK)
     # Before anything else: what another version calls damage is only another layout.
     version = metadata.get("format_version")
     if not isinstance(version, str) or not version.isdecimal():

@@ -147,8 +147,8 @@ class KvCache:
     ) -> AdmissionPages:
         """What admitting a request would take that is to come to `num_pages` pages, of `available_pages`.
 
-        A request that waits is asked about every step: as long as nothing has become available, what was
-        said is said again without a search.
+        A request that waits is asked about every step: as long as nothing has become available or been
+        stored, what was said is said again without a search.
         """
         if not self.options.enable_prefix_reuse:
             return AdmissionPages(num_pages, available_pages, PrefixMatch())
@@ -260,6 +260,7 @@ class KvCache:
         first, end = len(path), num_tokens // size
         if first >= end:
             return
+        self._refused = None  # it may share these pages and need fewer
         ids = token_ids(first * size, end * size)
         data, page_bytes = ids.tobytes(), ids.itemsize * size
         parent = path[-1] if path else self._cache.tree.root(state.namespace)

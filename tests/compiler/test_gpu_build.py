@@ -252,6 +252,15 @@ def test_a_cache_of_another_gpu(cache: Path, engine: Callable[..., tuple[Path, B
     )
 
 
+def test_a_cache_that_is_not_there(cache: Path, engine: Callable[..., tuple[Path, BuildReport]]) -> None:
+    missing = cache.with_name("typo.json")
+    _, report = engine(timing_cache=missing, target="cuda:h100")
+    assert report.warnings[1:] == (
+        f"timing cache {missing} has no timings that serve cuda:h100: it does not exist",
+    )
+    assert not missing.exists()
+
+
 class TestHere:
     """A machine with a GPU."""
 

@@ -302,6 +302,13 @@ class TestCache:
         assert caught.value.hint is not None
         assert path.read_bytes() == content
 
+    @pytest.mark.parametrize("content", ["[]", "{}", "3", '{"version": 1}', '{"entries": {}}'])
+    def test_what_was_expected_is_told(self, tmp_path: Path, content: str) -> None:
+        path = tmp_path / "cache.json"
+        path.write_text(content)
+        with pytest.raises(UsageError, match=r"it is no object with 'version' and 'entries'"):
+            TimingCache.load(path)
+
     def test_a_file_that_is_not_there_is_empty(self, tmp_path: Path) -> None:
         assert TimingCache.load(tmp_path / "none.json").entries == {}
         assert TimingCache.load(None).entries == {}

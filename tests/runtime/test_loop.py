@@ -214,6 +214,45 @@ def test_abort_frees_pages_within_two_steps(fakes: SimpleNamespace) -> None:
     assert len(other.token_ids) == 30
 
 
+def test_on_step_may_end_requests_of_its_step(fakes: SimpleNamespace) -> None:
+    rig = fakes.make_rig(num_pages=20)
+    sinks = [rig.add([start, 2, 3], 8, eos=frozenset()) for start in (1, 2, 3)]
+
+    def end_two(record: Any) -> None:
+        if record.plan.step == 0:  # their prompts
+            rig.loop.abort("r0")
+        if record.plan.step == 2:
+            rig.loop.abort("r2")
+
+    rig.loop.on_step = end_two
+    rig.run()
+    assert [rig.requests[f"r{i}"].finish.reason for i in range(3)] == [
+        FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ABORT,
+    ]  # fmt: skip
+    assert sinks[1].token_ids == fakes.expected_ids([2, 2, 3], 8, eos=-1)
+    stats = rig.loop.stats()
+    assert (stats.failed_steps, stats.kv_pages_used) == (0, 0)
+
+
+def test_on_step_that_raises_loses_no_step(fakes: SimpleNamespace) -> None:
+    rig = fakes.make_rig(num_pages=20)
+    sink = rig.add([1, 2, 3], 8, eos=frozenset())
+    told = []
+
+    def raise_once(record: Any) -> None:
+        told.append(record.plan.step)
+        if len(told) == 3:
+            raise ValueError("of the caller")
+
+    rig.loop.on_step = raise_once
+    with pytest.raises(ValueError, match="of the caller"):
+        rig.run()
+    rig.run()
+    assert sink.token_ids == fakes.expected_ids([1, 2, 3], 8, eos=-1)
+    assert told == list(range(len(told)))
+    assert rig.loop.stats().kv_pages_used == 0
+
+
 def test_a_small_request_is_not_starved_by_large_ones(fakes: SimpleNamespace) -> None:
     """First come first served: admitted once those before it have ended, and the record says why."""
     rig = fakes.make_rig(num_pages=8, max_batch_size=4)

@@ -133,6 +133,24 @@ def test_a_running_request_shares_its_prompt(fakes: SimpleNamespace) -> None:
     assert short.token_ids == fakes.expected_ids([*prompt, 10], 15, eos=-1)
 
 
+def test_a_waiting_request_is_admitted_once_a_running_one_shares_its_prompt(fakes: SimpleNamespace) -> None:
+    rig = fakes.make_rig(num_pages=10)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    rig.add([*prompt, 9], 15, eos=frozenset())  # worst case 6 pages
+    rig.add([*prompt, 10], 15, eos=frozenset())  # too many, before two of them are there
+    for _ in range(3):
+        rig.loop.step()
+    assert [record.held and record.held.reason() for record in rig.records] == [
+        "waiting: worst case 6 pages, 4 uncommitted",
+        "waiting: worst case 6 pages, 4 uncommitted",  # nobody has read the first token yet
+        None,
+    ]
+    assert rig.requests["r1"].cache.cached_tokens == 8
+    rig.run()
+    for name, last in (("r0", 9), ("r1", 10)):
+        assert rig.sinks[name].token_ids == fakes.expected_ids([*prompt, last], 15, eos=-1)
+
+
 # ---- pausing ------------------------------------------------------------------------------
 
 PRESSED = {
@@ -326,7 +344,8 @@ def test_a_waiting_request_is_searched_for_once(
 ) -> None:
     rig = fakes.make_rig(num_pages=8)
     rig.add([1] * 8, 20, eos=frozenset())
-    rig.loop.step()
+    for _ in range(2):
+        rig.loop.step()  # its first token is there: from now on it stores nothing before it ends
     searches = 0
     find = radix_tree.RadixTree.find
 

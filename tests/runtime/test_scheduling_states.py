@@ -92,7 +92,11 @@ class Scheduling(RuleBasedStateMachine):
         self.records: list[StepRecord] = []
         self.admit = self.rig.loop._admit
         self.rig.loop._admit = self.admit_and_check
-        self.rig.loop.on_step = self.check_record  # while the step is planned, so that state is its own
+        self.rig.loop.observer = SimpleNamespace(  # while the step is planned, so that state is its own
+            on_arrival=lambda *_: None, on_step=self.check_record, on_finish=lambda *_: None
+        )
+        self.rig.loop.on_step = self.cancel_when_told
+        self.cancel_next: str | None = None
         self.context_was_left_out = False
 
     @rule(
@@ -122,6 +126,17 @@ class Scheduling(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.wanted)))
         if self.rig.loop.abort(request_id):
+            self.aborted.add(request_id)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def cancel_from_on_step(self, data: st.DataObject) -> None:
+        self.cancel_next = data.draw(st.sampled_from(sorted(self.wanted)))
+        self.one_turn()
+
+    def cancel_when_told(self, _: StepRecord) -> None:
+        request_id, self.cancel_next = self.cancel_next, None
+        if request_id is not None and self.rig.loop.abort(request_id):
             self.aborted.add(request_id)
 
     @precondition(lambda self: len(self.wanted) % 4 == 3)  # not so often that little else happens

@@ -38,6 +38,10 @@ def leftover(timings: Path) -> Path:
     return path
 
 
+#: A description whose seconds no float holds.
+TOO_LONG = '{"sha256": "DIGEST", "layers": [], "seconds": 1%s}' % ("0" * 400)
+
+
 def test_what_was_built_twice_is_kept_twice(tmp_path: Path) -> None:
     """As for two packs, which are timed on GPUs of one compute capability: times belong to bytes."""
     timings = tmp_path / "times.json"
@@ -54,6 +58,19 @@ def test_a_damaged_segment_does_not_answer(tmp_path: Path) -> None:
     put(timings, b"one", b"plan")
     (path,) = kept_folder(timings).glob("*.plan")
     path.write_bytes(b"plam")
+    assert plans(timings, b"one") == [None]
+    put(timings, b"one", b"plan")
+    assert plans(timings, b"one") == [b"plan"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 200_000, '{"sha256": "DIGEST", "layers": 3}', TOO_LONG]
+)
+def test_a_damaged_description_does_not_answer(tmp_path: Path, text: str) -> None:
+    timings = tmp_path / "times.json"
+    put(timings, b"one", b"plan")
+    (path,) = kept_folder(timings).glob("*.json")
+    path.write_text(text.replace("DIGEST", hashlib.sha256(b"plan").hexdigest()))
     assert plans(timings, b"one") == [None]
     put(timings, b"one", b"plan")
     assert plans(timings, b"one") == [b"plan"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tapeout.plugins.errors import EngineCorruptError, EngineIncompatibleError, TapeoutError, UsageError
+from tapeout.runtime.engine import open_engine
 from tapeout.runtime.engine.launches import Segment
 from tapeout.runtime.tactic_timer.pack import Pack, PackedSegment
 from tapeout.runtime.tactic_timer.pack_file import encode_pack, read_pack
@@ -119,6 +120,12 @@ def test_an_engine_is_no_pack(path: Path) -> None:
     with_header(path, lambda header: header["__metadata__"].update(kind="engine"))
     with pytest.raises(EngineCorruptError, match=r"not a pack of tactics: its kind is 'engine'"):
         read_pack(path)
+
+
+def test_a_pack_is_no_engine(path: Path) -> None:
+    with pytest.raises(EngineCorruptError, match=r"not a tapeout engine: it is a pack of tactics") as caught:
+        open_engine(path)
+    assert "tapeout time" in str(caught.value.hint)
 
 
 def test_a_pack_that_is_not_there(tmp_path: Path) -> None:
