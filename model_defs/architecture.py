@@ -22,16 +22,15 @@ def check_supported(config: Any, where: str | Path, *, trust_remote_code: bool) 
     Errors: UnsupportedError naming model_type, architectures and everything that is missing;
     UsageError when the model needs its own code and that was not allowed.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    model_class = causal_lm_class(config)
+    if model_class is None:
         if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
             require_remote_code(where, config.model_type, trust_remote_code)
         else:
             raise _unsupported(
                 config, where, ["transformers has no causal language model for this model_type"]
             )
-    reasons = list(_reasons(config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    reasons = list(_reasons(config, model_class))
     if reasons:
         raise _unsupported(config, where, reasons)
 
@@ -45,13 +44,17 @@ def require_remote_code(where: str | Path, model_type: str, trust_remote_code: b
         )
 
 
-def base_model_prefix(config: Any) -> str:
-    """HF's attribute name of the model below the head (`model`, `transformer`), "" when unknown."""
+def causal_lm_class(config: Any) -> Any:
+    """Transformers' class of the causal language model of a config; None where it has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return ""
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix)
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def base_model_prefix(config: Any) -> str:
+    """HF's attribute name of the model below the head (`model`, `transformer`), "" when unknown."""
+    model_class = causal_lm_class(config)
+    return "" if model_class is None else str(model_class.base_model_prefix)
 
 
 def _reasons(config: Any, model_class: Any) -> list[str]:
@@ -93,9 +96,7 @@ def _reasons(config: Any, model_class: Any) -> list[str]:
 
 def calls_interface(config: Any) -> bool:
     """Whether the model's attention goes through transformers' AttentionInterface."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = causal_lm_class(config)
     return model_class is None or hasattr(_module(model_class), "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -105,9 +106,7 @@ def written_attention(config: Any) -> str:
     One of the two is what users of transformers get, and the other may differ: Falcon's `eager` adds ALiBi
     twice (transformers 5.24).
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = causal_lm_class(config)
     known = not calls_interface(config) and getattr(model_class, "_supports_sdpa", False)
     return "sdpa" if known else "eager"
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from tapeout.model_defs.architecture import causal_lm_class
 from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import UsageError
@@ -78,8 +79,5 @@ def is_known_unused(name: str) -> bool:
 
 
 def _ignored_by_hf(source: ModelSource) -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(source.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return []
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]._keys_to_ignore_on_load_unexpected or [])
+    model_class = causal_lm_class(source.config)
+    return [] if model_class is None else list(model_class._keys_to_ignore_on_load_unexpected or [])
