@@ -13,7 +13,7 @@ from tapeout.compiler.alignment import check_alignment
 from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
 from tapeout.compiler.describe import describe, memory_plan, texts_of
 from tapeout.compiler.engine_writer import stage_engine
-from tapeout.compiler.front_end import FrontEnd, Stages
+from tapeout.compiler.front_end import FrontEnd, Lowered, Stages
 from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_target
 from tapeout.compiler.options import BuildOptions
@@ -28,6 +28,7 @@ from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
+from tapeout.plugins.cpu import HostCpu
 from tapeout.plugins.native import detect_host
 from tapeout.runtime.engine.manifest import Manifest
 
@@ -65,10 +66,31 @@ def build(
     check_segments(options)
     host = detect_host()
     cache = TimingCache.load(options.timing_cache)
-    front_end = front_end or FrontEnd(model)
-    front = front_end.lower(options, stages, lambda source: check_apart(output, options, source.files))
+    with ExitStack() as stack:
+
+        def begin(source: ModelSource) -> None:
+            check_apart(output, options, source.files)
+            stack.enter_context(source.checkpoint.hashes.ahead())
+
+        front = (front_end or FrontEnd(model)).lower(options, stages, begin)
+        return _build(front, output, options, stages, host, cache, timing, ahead)
+
+
+def _build(
+    front: Lowered,
+    output: Path,
+    options: BuildOptions,
+    stages: Stages,
+    host: HostCpu,
+    cache: TimingCache,
+    timing: Callable[[], AbstractContextManager[object]],
+    ahead: Callable[[], None] | None,
+) -> BuildReport:
+    """The stages after those that every engine of a model shares."""
     source, graph, module, limits = front.source, front.graph, front.module, front.limits
     target = resolve_target(options, host)
+    if target.startswith("cpu:"):
+        _hash(source, stages)  # nothing else may run while tactics are timed on these cores
     with stages("tactics", target) as stage, timing():
         if target.startswith("cuda:"):
             chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
@@ -77,6 +99,8 @@ def build(
     if ahead is not None:
         with stages("ahead"):
             ahead()
+    if target.startswith("cuda:"):
+        _hash(source, stages)
     program = plan_program(
         module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
     )
@@ -134,6 +158,12 @@ def build(
         )
         staged.commit(replace(manifest, parity=verdict.manifest), (report_path(output), report.text()))
     return report
+
+
+def _hash(source: ModelSource, stages: Stages) -> None:
+    """Wait for what has been hashed beside the stages before."""
+    with stages("hash", "the checkpoint's tensors"):
+        source.checkpoint.hashes.result()
 
 
 def _verify(options: BuildOptions, target: str, stages: Stages, comparison: Callable[[], Parity]) -> Parity:

@@ -105,7 +105,7 @@ def recipes_text(source: ModelSource, weights: Mapping[str, WeightRef], read: Re
     """The text section for an engine whose weights are made by these recipes from this model."""
     names = dict.fromkeys(s for ref in weights.values() for s in ref.source_names())
     constants = [name for name in names if name.startswith(CONST_PREFIX)]
-    stored, digests = source.checkpoint.stored, source.checkpoint.tensor_digests
+    stored, digests = source.checkpoint.stored, source.checkpoint.hashes.result()
     form = form_of(source)
     book = RecipeBook(
         source_digest=source.checkpoint.digest(),

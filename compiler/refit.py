@@ -123,11 +123,11 @@ def _staged(
     engine: Engine, book: RecipeBook, checkpoint: Checkpoint, output: Path, progress: Progress | None
 ) -> Iterator[tuple[StagedEngine, Manifest]]:
     """The new engine under a temporary name, and its manifest but for the verdict."""
-    digest = checkpoint.digest()
+    digest, hashes = checkpoint.digest(), checkpoint.hashes.result()
     new_book = replace(
         book,
         source_digest=digest,
-        sha256={name: checkpoint.tensor_digests[name] for name in book.sha256},
+        sha256={name: hashes[name] for name in book.sha256},
     )
     old = engine.manifest
     model = replace(old.model, checkpoint=_WEIGHTS.sub(f"weights:{digest}", old.model.checkpoint))

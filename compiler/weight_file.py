@@ -78,7 +78,7 @@ def shared_path(engine: Engine) -> Path:
 def _other_values(
     location: Path, engine_path: Path, book: RecipeBook, checkpoint: Checkpoint
 ) -> TapeoutError:
-    digests = checkpoint.tensor_digests
+    digests = checkpoint.hashes.result()
     differing = [f"differs: {book.tensors[n].name}" for n, sha in book.sha256.items() if digests[n] != sha]
     if differing:
         return _does_not_fit(location, engine_path, differing, "have other values")

@@ -11,8 +11,9 @@ import numpy as np
 from tapeout.model_defs.gguf_families import GgufFamily
 from tapeout.model_defs.gguf_file import GgufFile
 from tapeout.model_defs.gguf_tensors import HeadCounts
-from tapeout.model_defs.hf_checkpoint import digest_checkpoint, hash_tensors
+from tapeout.model_defs.hf_checkpoint import digest_checkpoint
 from tapeout.model_defs.source import TensorInfo
+from tapeout.model_defs.tensor_hashes import TensorHashes
 from tapeout.plugins.errors import UsageError
 
 
@@ -50,9 +51,9 @@ class GgufCheckpoint:
         return self.family.transform(weights, gguf_name, self.heads)
 
     @cached_property
-    def tensor_digests(self) -> Mapping[str, str]:
+    def hashes(self) -> TensorHashes:
         found = ((hf_name, self.file.tensors[gguf_name]) for hf_name, gguf_name in self.gguf_names.items())
-        return hash_tensors((hf_name, self.file.path, t.start, t.nbytes) for hf_name, t in found)
+        return TensorHashes((hf_name, self.file.path, t.start, t.nbytes) for hf_name, t in found)
 
     def digest(self) -> str:
         return digest_checkpoint(self)

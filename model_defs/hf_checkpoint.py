@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from tapeout.model_defs.safetensors_file import FileTensor, parse_header, read_range
+from tapeout.model_defs.safetensors_file import FileTensor, parse_header
 from tapeout.model_defs.source import Checkpoint, TensorInfo
+from tapeout.model_defs.tensor_hashes import TensorHashes, unreadable
 from tapeout.plugins.errors import UnsupportedError, UsageError
 
 SINGLE = "model.safetensors"
@@ -36,15 +35,15 @@ class SafetensorsCheckpoint:
         try:
             return tensor.read()
         except (OSError, EOFError) as error:
-            raise _unreadable(name, error) from error
+            raise unreadable(name, error) from error
 
     @property
     def stored(self) -> Mapping[str, TensorInfo]:
         return self.tensors
 
     @cached_property
-    def tensor_digests(self) -> Mapping[str, str]:
-        return hash_tensors((name, t.path, t.start, t.nbytes) for name, t in self.files.items())
+    def hashes(self) -> TensorHashes:
+        return TensorHashes((name, t.path, t.start, t.nbytes) for name, t in self.files.items())
 
     def digest(self) -> str:
         return digest_checkpoint(self)
@@ -67,44 +66,16 @@ class SafetensorsCheckpoint:
         return SafetensorsCheckpoint(renamed)
 
 
-def hash_tensors(parts: Iterable[tuple[str, Path, int, int]]) -> dict[str, str]:
-    """SHA-256 of every tensor by name, in parallel (hashlib releases the interpreter lock).
-
-    `parts`: name, path, first byte, number of bytes.
-    """
-    ordered = sorted(parts)
-
-    def hash_bytes(part: tuple[str, Path, int, int]) -> str:
-        name, path, start, nbytes = part
-        digest = hashlib.sha256()
-        try:
-            for chunk in read_range(path, start, nbytes):
-                digest.update(chunk)
-        except (OSError, EOFError) as error:
-            raise _unreadable(name, error) from error
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip((part[0] for part in ordered), pool.map(hash_bytes, ordered), strict=True))
-
-
 def digest_checkpoint(checkpoint: Checkpoint) -> str:
     """SHA-256 over (name, type, shape, SHA-256 of the bytes) of every tensor in order of names.
 
     A digest per tensor makes the result independent of sharding.
     """
     total, stored = hashlib.sha256(), checkpoint.stored
-    for name, value in sorted(checkpoint.tensor_digests.items()):
+    for name, value in sorted(checkpoint.hashes.result().items()):
         row = [name, stored[name].dtype, list(stored[name].shape), value]
         total.update(json.dumps(row).encode() + b"\n")
     return total.hexdigest()
-
-
-def _unreadable(name: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"tensor {name!r} cannot be read: {error}",
-        hint="the checkpoint changed after it was opened; run the command again",
-    )
 
 
 def open_checkpoint(folder: Path) -> SafetensorsCheckpoint:

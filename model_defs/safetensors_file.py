@@ -72,13 +72,13 @@ class FileTensor:
         return raw.view(np.dtype(self.info.dtype)).reshape(self.info.shape)
 
 
-def read_range(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
+def read_range(path: Path, start: int, nbytes: int, chunk_bytes: int = READ_CHUNK_BYTES) -> Iterator[bytes]:
     """The bytes `[start, start + nbytes)` in pieces; EOFError when the file has become shorter."""
     fd = os.open(path, os.O_RDONLY)
     try:
         end = start + nbytes
         while start < end:
-            chunk = os.pread(fd, min(READ_CHUNK_BYTES, end - start), start)
+            chunk = os.pread(fd, min(chunk_bytes, end - start), start)
             if not chunk:
                 raise _ended(path, start, end)
             yield chunk

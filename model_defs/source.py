@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from tapeout.model_defs.tensor_hashes import TensorHashes
     from tapeout.model_defs.weights import WeightRef
 
 
@@ -38,8 +39,8 @@ class Checkpoint(Protocol):
         """The tensor in host memory, in `tensors[name].dtype`; nothing is kept. Any thread may call."""
 
     @property
-    def tensor_digests(self) -> Mapping[str, str]:
-        """SHA-256 (hex) of every tensor's bytes in the file; hashed when first asked for."""
+    def hashes(self) -> TensorHashes:
+        """SHA-256 of every tensor's bytes in the file."""
 
     def digest(self) -> str:
         """SHA-256 that identifies names, types and bytes, independent of path and host."""

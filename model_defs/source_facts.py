@@ -167,13 +167,13 @@ def _hf_text(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gguf_facts(file: GgufFile) -> SourceFacts:
     from tapeout.model_defs.gguf_families import CONFIG_TENSORS
-    from tapeout.model_defs.hf_checkpoint import hash_tensors
+    from tapeout.model_defs.tensor_hashes import TensorHashes
 
     config = {k: v for k, v in file.metadata.items() if k.startswith(f"{file.architecture}.")}
     config["general.architecture"] = file.architecture
     # Some tensors are no weights: frequencies that the model's config holds elsewhere.
     stated = ((t.name, file.path, t.start, t.nbytes) for n, t in file.tensors.items() if n in CONFIG_TENSORS)
-    config |= {name: f"sha256:{digest}" for name, digest in hash_tensors(stated).items()}
+    config |= {name: f"sha256:{digest}" for name, digest in TensorHashes(stated).result().items()}
     text = {
         key: value if isinstance(value, int | bool) else _digest(value)
         for key, value in file.metadata.items()

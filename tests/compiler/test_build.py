@@ -86,7 +86,15 @@ class TestFirstBuild:
             "max_batch_size": 4, "max_num_tokens": 16, "max_seq_len": 64, "tokens_per_page": 4
         }  # fmt: skip
         assert report["file_bytes"] == {"m.engine": first.engine.stat().st_size}
-        assert list(report["stage_seconds"]) == ["config", "trace", "passes", "tactics", "write", "parity"]
+        assert list(report["stage_seconds"]) == [
+            "config",
+            "trace",
+            "passes",
+            "hash",
+            "tactics",
+            "write",
+            "parity",
+        ]
         assert all(seconds > 0 for seconds in report["stage_seconds"].values())
         assert report["passes"]["merge_qkv"] == report["passes"]["fuse_gated_mlp"] == 2
         assert report["peak_memory_bytes"] > 50 << 20
