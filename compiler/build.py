@@ -16,6 +16,7 @@ from tapeout.compiler.engine_writer import stage_engine
 from tapeout.compiler.front_end import FrontEnd, Lowered, Stages
 from tapeout.compiler.graph import Graph
 from tapeout.compiler.limits import resolve_target
+from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.outputs import check_apart, check_outputs
 from tapeout.compiler.parity import NO_GPU, SKIPPED, Parity, compare, of_segments
@@ -24,7 +25,9 @@ from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, of_bytes
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
+from tapeout.compiler.shared_weights import SharedWeights
 from tapeout.compiler.tactics.cache import TimingCache
+from tapeout.compiler.targets import cuda_target
 from tapeout.compiler.tensorrt.choice import check_segments
 from tapeout.model_defs import ModelSource
 from tapeout.model_defs.weights import CONST_PREFIX
@@ -89,44 +92,50 @@ def _build(
     """The stages after those that every engine of a model shares."""
     source, graph, module, limits = front.source, front.graph, front.module, front.limits
     target = resolve_target(options, host)
-    if target.startswith("cpu:"):
-        _hash(source, stages)  # nothing else may run while tactics are timed on these cores
-    with stages("tactics", target) as stage, timing():
-        if target.startswith("cuda:"):
-            chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
-        else:
-            chosen = choose_for_cpu(module, limits, host, options, cache, stage)
-    if ahead is not None:
-        with stages("ahead"):
-            ahead()
-    if target.startswith("cuda:"):
-        _hash(source, stages)
-    program = plan_program(
-        module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
-    )
-    if chosen.row_multiple > 1:
-        check_alignment(program)
-    manifest = describe(
-        source,
-        module,
-        options,
-        target,
-        front.dtype,
-        limits,
-        front.matches,
-        chosen.choices.timed,
-        chosen.packages,
-        chosen.regions,
-    )
-    weights = {name: graph.weights[name] for name in module.weights}
-    memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
-    report = _report(output, options, manifest, memory, chosen)
-    if options.dry_run:
-        return _finished(stages, replace(report, file_bytes=_planned_files(report, options, chosen)))
-
-    texts, read = texts_of(source, module), _reader(source, graph)
-    texts |= {RECIPES_TEXT: recipes_text(source, weights, read), FACTS_TEXT: facts_text(source)}
+    on_cpu = target.startswith("cpu:")
+    weights, read = {name: graph.weights[name] for name in module.weights}, _reader(source, graph)
     with ExitStack() as stack:  # whatever fails in here leaves no engine and no temporary file
+        shared = None
+        if options.weights == "shared" and not options.dry_run:
+            shared = SharedWeights(output, weights, read, source.checkpoint.digest)
+            if not on_cpu and local_gpu(target, cuda_target(target).sm) is None:
+                stack.enter_context(shared.ahead())  # nothing is timed that this could disturb
+        if on_cpu:
+            _hash(source, stages)  # nothing else may run while tactics are timed on these cores
+        with stages("tactics", target) as stage, timing():
+            if on_cpu:
+                chosen = choose_for_cpu(module, limits, host, options, cache, stage)
+            else:
+                chosen = choose_for_cuda(source, module, limits, target, options, cache, stage)
+        if ahead is not None:
+            with stages("ahead"):
+                ahead()
+        if not on_cpu:
+            _hash(source, stages)
+        program = plan_program(
+            module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
+        )
+        if chosen.row_multiple > 1:
+            check_alignment(program)
+        manifest = describe(
+            source,
+            module,
+            options,
+            target,
+            front.dtype,
+            limits,
+            front.matches,
+            chosen.choices.timed,
+            chosen.packages,
+            chosen.regions,
+        )
+        memory = memory_plan(weights, program, manifest, chosen.workspace_bytes)
+        report = _report(output, options, manifest, memory, chosen)
+        if options.dry_run:
+            return _finished(stages, replace(report, file_bytes=_planned_files(report, options, chosen)))
+
+        texts = texts_of(source, module)
+        texts |= {RECIPES_TEXT: recipes_text(source, weights, read), FACTS_TEXT: facts_text(source)}
         with stages("write", str(output)) as stage:
             staged = stack.enter_context(
                 stage_engine(
@@ -138,7 +147,7 @@ def _build(
                     chosen.kernels,
                     texts,
                     source_digest=source.checkpoint.digest(),
-                    shared=options.weights == "shared",
+                    shared=shared,
                     launches=chosen.launches,
                     segments=chosen.segments.blobs if chosen.segments else {},
                     progress=of_bytes(stage),

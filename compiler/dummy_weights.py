@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tapeout.compiler.engine_writer import write_weights_file
 from tapeout.compiler.ir import IR_TEXT, parse
 from tapeout.compiler.pending_file import Progress
+from tapeout.compiler.shared_weights import write_weights_file
 from tapeout.compiler.weight_file import shared_path
 from tapeout.model_defs.recipe_steps import np_dtype
 from tapeout.model_defs.weights import WeightRef

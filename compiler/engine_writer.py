@@ -12,14 +12,14 @@ from typing import Any
 
 from tapeout.compiler.files import check_output, remove_leftovers, temporary_file, uninterrupted
 from tapeout.compiler.pending_file import PendingFile, Progress
+from tapeout.compiler.shared_weights import SharedWeights
 from tapeout.model_defs.weights import Read, WeightRef, recipe_digest
-from tapeout.plugins.errors import EngineError, TapeoutError, UsageError
-from tapeout.runtime.engine.container import KIND_ENGINE, KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
+from tapeout.plugins.errors import TapeoutError
+from tapeout.runtime.engine.container import KIND_ENGINE, SHA_BYTES, Layout, plan_layout
 from tapeout.runtime.engine.launches import KERNEL_ABI, LaunchTable
 from tapeout.runtime.engine.manifest import Manifest
 from tapeout.runtime.engine.program import Program
 from tapeout.runtime.engine.program_check import ProgramWeight, program_problems
-from tapeout.runtime.engine.reader import open_weights_file
 
 _NO_SEAL = bytes(SHA_BYTES)
 _HEADER_RESERVE_BYTES = 2048  # room for the verdict of the comparison with Hugging Face
@@ -56,6 +56,7 @@ def write_engine(
     progress: Progress | None = None,
 ) -> WriteResult:
     """Write an engine in one go: `stage_engine` and `commit`."""
+    file = SharedWeights(Path(path), weights, read, lambda: source_digest) if shared else None
     with stage_engine(
         path,
         manifest,
@@ -65,7 +66,7 @@ def write_engine(
         kernels,
         texts,
         source_digest=source_digest,
-        shared=shared,
+        shared=file,
         progress=progress,
     ) as staged:
         return staged.commit(manifest)
@@ -81,13 +82,13 @@ def stage_engine(
     texts: Mapping[str, bytes],
     *,
     source_digest: str,
-    shared: bool = False,
+    shared: SharedWeights | None = None,
     launches: LaunchTable | None = None,
     segments: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
     weight_facts: Mapping[str, Any] | None = None,
 ) -> StagedEngine:
-    """Write an engine under a temporary name; with `shared`, first its sibling weight file.
+    """Write an engine under a temporary name; with `shared`, made of the same weights, after their file.
 
     `read` returns a checkpoint tensor or `const:<name>`; `source_digest` is the checkpoint's own
     digest; `launches` and `segments` belong to cuda engines. `manifest.weights` is filled in here, with
@@ -95,35 +96,23 @@ def stage_engine(
     its name. Same arguments, same bytes.
     Peak memory: one recipe's result plus its largest source.
 
-    The sibling gets its name as soon as it is complete, and keeps it whatever becomes of the engine:
-    the name is the digest of what it holds, and another build may have begun to use it.
-
     Raises UsageError for an unusable path, TapeoutError when the program is unsound, a recipe
     fails or the disk is full.
     """
-    target = check_output(path)
-    if shared and target.parent.resolve() != Path(path).parent.resolve():
-        raise UsageError(
-            f"output {path} is a link into {target.parent}: its weights would stand there and not be found",
-            hint=f"name the file itself: -o {target}",
-        )
-    path = target
+    path = check_output(path)
     _check_program(program, manifest, weights)
-    digest = recipe_digest(weights, source_digest, read)
     specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
-    facts: dict[str, Any] = {"storage": "embedded", "digest": digest}
-    seal, reused, paths, shared_bytes = _NO_SEAL, False, [path], 0
-    if shared:
-        remove_leftovers(path.with_name("*.weights.safetensors"))
-        sibling = check_output(path.with_name(f"{digest[:16]}.weights.safetensors"), "weight file")
-        facts = {"storage": "shared", "digest": digest, "file": f"{digest[:16]}.weights.safetensors"}
-        found = existing_seal(sibling, digest, weights)
-        reused = found is not None
-        seal = found or write_weights_file(sibling, {"digest": digest}, weights, read, progress)
-        paths, shared_bytes = [path, sibling], _weights_layout({"digest": digest}, weights).file_bytes
+    facts: dict[str, Any]
+    if shared is None:
+        digest, sibling = recipe_digest(weights, source_digest, read), None
+        facts, seal, shared_bytes = {"storage": "embedded", "digest": digest}, _NO_SEAL, 0
+    else:
+        sibling = shared.result(progress)
+        facts = {"storage": "shared", "digest": sibling.digest, "file": sibling.path.name}
+        seal, shared_bytes = sibling.seal, sibling.file_bytes
     sections = {"kernels": kernels, "segments": segments, "text": texts}
     blobs = {f"{section}/{n}": b for section, named in sections.items() for n, b in named.items()}
-    embedded = {} if shared else weights
+    embedded = weights if sibling is None else {}
 
     def lay_out(manifest: Manifest, header_bytes: int = 0) -> Layout:
         manifest = replace(manifest, weights={**facts, **(weight_facts or {})})
@@ -140,7 +129,9 @@ def stage_engine(
         file.write_sections(embedded, read, progress)
         file.write_integrity()
         sizes = {**layout.sizes(), "shared_weights": shared_bytes, "total": layout.file_bytes + shared_bytes}
-        return StagedEngine(file, lay_out, WriteResult(tuple(paths), sizes, reused))
+        paths = (path,) if sibling is None else (path, sibling.path)
+        result = WriteResult(paths, sizes, sibling is not None and sibling.reused)
+        return StagedEngine(file, lay_out, result)
 
 
 class StagedEngine:
@@ -212,52 +203,3 @@ def _check_program(program: Program, manifest: Manifest, weights: Mapping[str, W
             "the program is unsound and is not written:\n" + "\n".join(f"  {p}" for p in problems[:20]),
             hint="this is a fault of the compiler; please report it with --dump DIR",
         )
-
-
-def existing_seal(path: Path, digest: str, weights: Mapping[str, WeightRef]) -> bytes | None:
-    """Seal of a shared weight file that is already there and whole; None when it must be written."""
-    if not path.is_file():
-        return None
-    try:
-        file = open_weights_file(path)
-    except EngineError:
-        return None
-    try:
-        header = _weights_layout({"digest": digest}, weights).header
-        if file.metadata.get("digest") != digest or file.layout.header != header:
-            return None
-        file.verifier.check_weights(full=True)
-        return file.verifier.seal
-    except EngineError:
-        return None
-    finally:
-        file.close()
-
-
-def write_weights_file(
-    path: Path,
-    metadata: Mapping[str, str],
-    weights: Mapping[str, WeightRef],
-    read: Read,
-    progress: Progress | None = None,
-    *,
-    seal: bytes | None = None,
-) -> bytes:
-    """Write a weight file by itself; returns its seal.
-
-    With `seal` given, a file that comes out with another one gets no name: what was at `path` stays.
-    """
-    file = PendingFile(path, _weights_layout(metadata, weights), {}, _NO_SEAL)
-    with file.failing_cleanly():
-        file.write_sections(weights, read, progress)
-        found = file.write_integrity()
-        if seal in (None, found):
-            file.rename()
-        else:
-            file.close()
-    return found
-
-
-def _weights_layout(metadata: Mapping[str, str], weights: Mapping[str, WeightRef]) -> Layout:
-    specs = {name: (ref.dtype, ref.shape) for name, ref in weights.items()}
-    return plan_layout(KIND_WEIGHTS, metadata, specs, {})

@@ -24,6 +24,7 @@ from tapeout.compiler.recipe_book import (
     source_facts,
 )
 from tapeout.compiler.refit_check import FirstStep, Ran, weight_problems
+from tapeout.compiler.shared_weights import SharedWeights
 from tapeout.model_defs.check_checkpoint import MAX_LISTED
 from tapeout.model_defs.checkpoint_form import open_form
 from tapeout.model_defs.resolve import locate_model
@@ -133,16 +134,18 @@ def _staged(
     model = replace(old.model, checkpoint=_WEIGHTS.sub(f"weights:{digest}", old.model.checkpoint))
     manifest = replace(old, model=model, parity={"verdict": "pending"})
     texts = {name: engine.text(name) for name in engine.text_names} | {RECIPES_TEXT: book_text(new_book)}
+    refs, read = new_book.refs(), new_book.reader(checkpoint)
+    shared = old.weights.get("storage") == "shared"
     with stage_engine(
         output,
         manifest,
         engine.program,
-        new_book.refs(),
-        new_book.reader(checkpoint),
+        refs,
+        read,
         {name: engine.kernel(name) for name in engine.kernel_names},
         texts,
         source_digest=digest,
-        shared=old.weights.get("storage") == "shared",
+        shared=SharedWeights(output, refs, read, lambda: digest) if shared else None,
         launches=engine.launches,
         segments={name: engine.segment(name) for name in engine.segment_names},
         progress=progress,

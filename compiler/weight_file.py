@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tapeout.compiler.engine_writer import existing_seal, write_weights_file
 from tapeout.compiler.files import check_output
 from tapeout.compiler.pending_file import Progress
 from tapeout.compiler.recipe_book import RecipeBook, check_recipes, recipe_book
+from tapeout.compiler.shared_weights import existing_seal, write_weights_file
 from tapeout.model_defs.check_checkpoint import MAX_LISTED
 from tapeout.model_defs.checkpoint_form import open_form
 from tapeout.model_defs.resolve import locate_model

@@ -20,6 +20,7 @@ import pytest
 import tapeout.compiler.engine_writer as writer
 import tapeout.compiler.pending_file as pending_file
 from tapeout.compiler.engine_writer import check_output, write_engine
+from tapeout.compiler.shared_weights import SharedWeights
 from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.cpu import OpSignature, TensorType
@@ -169,6 +170,8 @@ class TestStaged:
 
     def stage(self, path: Path, **changes: Any) -> writer.StagedEngine:
         weights = {n: WeightRef.of(TensorInfo(n, a.dtype.name, a.shape)) for n, a in ARRAYS.items()}
+        if changes.pop("shared", False):
+            changes["shared"] = SharedWeights(path, weights, read, lambda: "s")
         return writer.stage_engine(
             path, MANIFEST, PROGRAM, weights, read, {}, {}, source_digest="s", **changes
         )
