@@ -100,6 +100,8 @@ def _build(
             shared = SharedWeights(output, weights, read, source.checkpoint.digest)
             if not on_cpu and local_gpu(target, cuda_target(target).sm) is None:
                 stack.enter_context(shared.ahead())  # nothing is timed that this could disturb
+                # Left first: what waits for the hashes does not outlive a build that fails.
+                stack.enter_context(source.checkpoint.hashes.ahead())
         if on_cpu:
             _hash(source, stages)  # nothing else may run while tactics are timed on these cores
         with stages("tactics", target) as stage, timing():

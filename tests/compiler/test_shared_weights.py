@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+from fake_kernels import compile_nothing
 
+from tapeout.compiler import build as build_module
+from tapeout.compiler import cuda_plan
+from tapeout.compiler.build import build
+from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.shared_weights import SharedWeights
+from tapeout.model_defs import tensor_hashes
 from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import WeightRef
-from tapeout.plugins.errors import TapeoutError, UsageError
+from tapeout.plugins.errors import TapeoutError, UnsupportedError, UsageError
 
 ARRAYS = {f"w{i}": np.full((64, 64), i, np.float32) for i in range(6)}
 WEIGHTS = {n: WeightRef.of(TensorInfo(n, a.dtype.name, a.shape)) for n, a in ARRAYS.items()}
+GPU: dict[str, Any] = {
+    "target": "cuda:h200", "dtype": "float32", "weights": "shared",
+    "max_batch_size": 2, "max_num_tokens": 4, "max_seq_len": 64, "tokens_per_page": 16,
+}  # fmt: skip
 
 
 class Reader:
@@ -87,3 +102,67 @@ def test_an_engine_that_is_a_link_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "there" / "e")
     with pytest.raises(UsageError, match="its weights would stand there and not be found"):
         SharedWeights(tmp_path / "link", WEIGHTS, ARRAYS.__getitem__, lambda: "s")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = models.make_tiny("llama", tmp_path_factory.mktemp("llama") / "model")
+    return path
+
+
+class TestBesideTactics:
+    """In a build for a GPU that this machine lacks; no kernel is compiled."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_plan, "compile_all", compile_nothing)
+
+    def test_shared_weights_are_written_while_tactics_are_chosen(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not where this machine's GPU is timed: that wants quiet. The files are the same."""
+        choose, files = build_module.choose_for_cuda, "*.weights.safetensors"
+
+        def waits_for_file(*args: Any) -> Any:
+            end = time.monotonic() + 60
+            while not list(tmp_path.glob(f"ahead/{files}")):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            return choose(*args)
+
+        def sees_none(*args: Any) -> Any:
+            assert not list(tmp_path.glob(f"after/{files}"))
+            return choose(*args)
+
+        for name, stand_in, gpu in (("ahead", waits_for_file, None), ("after", sees_none, "an H200")):
+            monkeypatch.setattr(build_module, "choose_for_cuda", stand_in)
+            monkeypatch.setattr(build_module, "local_gpu", lambda target, sm, gpu=gpu: gpu)
+            (tmp_path / name).mkdir()
+            build(str(checkpoint), tmp_path / name / "m.engine", BuildOptions(**GPU))
+        ahead, after = (sorted((tmp_path / name).glob("*[!n]")) for name in ("ahead", "after"))
+        assert [path.suffix for path in ahead] == [".safetensors", ".engine"]
+        assert [path.read_bytes() for path in ahead] == [path.read_bytes() for path in after]
+
+    def test_a_build_that_fails_leaves_no_part_of_a_weight_file(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever the writer was at: waiting for the checkpoint's hashes, or within the file."""
+        begun, read_range = threading.Event(), tensor_hashes.read_range
+
+        def slow(*args: Any) -> Iterator[bytes]:
+            begun.set()
+            time.sleep(0.2)
+            yield from read_range(*args)
+
+        def fails(*args: Any) -> Any:
+            assert begun.wait(30)
+            raise UnsupportedError("no tactic")
+
+        monkeypatch.setattr(tensor_hashes, "read_range", slow)
+        monkeypatch.setattr(build_module, "choose_for_cuda", fails)
+        model, output = shutil.copytree(checkpoint, tmp_path / "model"), tmp_path / "engines" / "m.engine"
+        output.parent.mkdir()
+        with pytest.raises(UnsupportedError, match="no tactic"):
+            build(str(model), output, BuildOptions(**GPU))
+        assert list(output.parent.iterdir()) == []
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("tapeout-weights")]
