@@ -3,7 +3,8 @@
     python benchmarks/build_times.py REPORT.json ... --where TEXT --commit SHA --key KEY
 
 Reads the reports alone, so it runs anywhere. `--where` says on which machine the builds ran and with what
-at hand (timings, compiled kernels), which the report leaves out on purpose. Adds to `build_gpu.json` under
+at hand (timings, compiled kernels), which the report leaves out on purpose; `--process-seconds` what a clock
+outside said from exec to exit, imports included, report by report. Adds to `build_gpu.json` under
 `--key`; what stands there under another key is kept.
 """
 
@@ -19,8 +20,8 @@ PATH = Path(__file__).parent / "results" / "build_gpu.json"
 WHAT = "seconds of tapeout build for a GPU by stage, and its peak memory"
 
 
-def row_of(report: dict[str, Any]) -> dict[str, Any]:
-    """A build in short."""
+def row_of(report: dict[str, Any], process_seconds: float | None) -> dict[str, Any]:
+    """A build in short; `seconds` are those of its stages."""
     stages = {name: round(seconds, 2) for name, seconds in report["stage_seconds"].items()}
     tried = sum(1 + len(timing["losers"]) for timing in report["tactics"])
     return {
@@ -31,6 +32,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
         "timed": report["timed"],
         "stage_seconds": stages,
         "seconds": round(sum(report["stage_seconds"].values()), 2),
+        "process_seconds": process_seconds,
         "peak_memory_bytes": report["peak_memory_bytes"],
         "file_bytes": report["file_bytes"],
         "tactics": {"decisions": len(report["tactics"]), "candidates": tried},
@@ -45,13 +47,20 @@ def main() -> None:
     parser.add_argument("--where", required=True, help="machine and what was at hand")
     parser.add_argument("--commit", required=True, help="of the code that built")
     parser.add_argument("--key", required=True, help="in the record")
+    parser.add_argument("--process-seconds", type=float, nargs="+", help="from exec to exit, by report")
     args = parser.parse_args()
+    process_seconds = args.process_seconds or [None] * len(args.reports)
+    if len(process_seconds) != len(args.reports):
+        parser.error(f"--process-seconds: {len(process_seconds)} given for {len(args.reports)} reports")
     record = json.loads(PATH.read_text()) if PATH.exists() else {"what": WHAT, "builds": {}}
     record["builds"][args.key] = {
         "date": datetime.date.today().isoformat(),
         "commit": args.commit,
         "where": args.where,
-        "engines": [row_of(json.loads(path.read_text())) for path in args.reports],
+        "engines": [
+            row_of(json.loads(path.read_text()), seconds)
+            for path, seconds in zip(args.reports, process_seconds, strict=True)
+        ],
     }
     PATH.write_text(json.dumps(record, indent=1) + "\n")
     print("wrote", PATH)
