@@ -118,6 +118,23 @@ def models() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def traces() -> Callable[..., Any]:
+    """`trace_source`, once a session for equal models; see shared_traces.py."""
+    made: Callable[..., Any] = _load("shared_traces").SharedTraces()
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared_traces(traces: Callable[..., Any]) -> Iterator[None]:
+    """Builds of a module take traces from the session: for tests of what is done with the graph."""
+    from tapeout.compiler import front_end
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front_end, "trace_source", traces)
+        yield
+
+
+@pytest.fixture(scope="session")
 def gguf_writer() -> ModuleType:
     """tests/gguf_writer.py."""
     return _load("gguf_writer")
