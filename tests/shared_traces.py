@@ -25,12 +25,10 @@ class SharedTraces:
     def __call__(self, source: Any, dtype: str, max_seq_len: int | None = None) -> Traced:
         if source.trust_remote_code:
             return self._trace(source, dtype, max_seq_len)
-        tensors, recipes = source.checkpoint.tensors, source.recipes
-        described = (
-            type(source.config).__name__, source.config.to_json_string(use_diff=False), source.raw_config,
-            sorted(tensors.items()), sorted(recipes.items()), dtype, max_seq_len,
-        )  # fmt: skip
-        key = repr(described)
+        config = {key: value for key, value in source.config.to_dict().items() if key != "_name_or_path"}
+        tensors, recipes = sorted(source.checkpoint.tensors.items()), sorted(source.recipes.items())
+        kind = type(source.config).__name__
+        key = repr((kind, config, source.raw_config, tensors, recipes, dtype, max_seq_len))
         if key not in self._made:
             self._made[key] = self._trace(source, dtype, max_seq_len)
         graph, find_weight = self._made[key]
