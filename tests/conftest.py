@@ -100,8 +100,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((TOGETHER[f] for f in TOGETHER if nodeid.startswith(f)), super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
-            longest = max(self.workqueue, key=lambda scope: SECONDS.get(scope, 0.02 * len(self.workqueue[scope])))
-            self.workqueue.move_to_end(longest, last=False)
+            queue = self.workqueue
+            longest = max(queue, key=lambda scope: SECONDS.get(scope, 0.02 * len(queue[scope])))
+            queue.move_to_end(longest, last=False)
             super()._assign_work_unit(node)
 
     return Scheduling(config, log)

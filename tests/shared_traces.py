@@ -1,7 +1,8 @@
-"""Traces of equal models, made once a session: a tiny model's takes seconds, and most tests are about what follows.
+"""Traces of equal models, made once a session: a tiny model's takes seconds, and most tests are about what
+is done with the graph.
 
-Tests of tracing itself, and of builds that must repeat byte for byte, trace anew: sharing is asked for, by the
-fixture `shared_traces`.
+Tests of tracing itself, and of builds that must repeat byte for byte, trace anew: sharing is asked for, by
+the fixture `shared_traces`.
 """
 
 from __future__ import annotations

@@ -65,9 +65,7 @@ def test_packed_together(llm: LLM, reference: Any, greedy: SamplingParams, steps
     assert len(steps[0].plan.context) > 1
 
 
-def test_joining_while_others_run(
-    llm: LLM, reference: Any, greedy: SamplingParams, steps: list[Any]
-) -> None:
+def test_joining_while_others_run(llm: LLM, reference: Any, greedy: SamplingParams, steps: list[Any]) -> None:
     """Each thread starts when the one before it has its fifth token, so every prompt meets decoding ones."""
     steps.clear()
     answers: dict[str, list[int]] = {}

@@ -64,9 +64,9 @@ def teach_bfloat16() -> None:
 
 
 def patch_once() -> None:
-    """The interpreter patches Triton's language again at every call of a device function, three milliseconds each.
+    """The interpreter patches Triton's language at every call of a device function: milliseconds each.
 
-    Here a function is patched once a launch: what is patched stays so until the launch ends.
+    Here it does so once a launch for each function: what is patched stays so until the launch ends.
     """
     import numpy as np
     import triton.language as tl
