@@ -62,7 +62,6 @@ def test_the_longest_begin_and_groups_stay_whole(
     while scheduler.workqueue:
         units = scheduler.assigned_work[node].values()
         waiting = [test for unit in units for test, done in unit.items() if not done]
-        ]
         scheduler.mark_test_complete(node, tests.index(waiting[0]))
     assert [tests[i].split("::")[0] for i in node.given] == [
         "tests/e2e/one.py", "tests/e2e/two.py", "tests/slow.py", "tests/many.py", "tests/many.py",
