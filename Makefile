@@ -69,7 +69,7 @@ fmt: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two processes where there are two cores; tests/conftest.py says what stays together.
+# Two processes where there are two cores; tests/scheduling.py says what stays together.
 test: lint model
 	$(BIN)/python -m pytest -n `$(BIN)/python -c 'import os; print(2 * (len(os.sched_getaffinity(0)) > 1))'` \
 	  $(PYTEST_ARGS)

@@ -35,14 +35,6 @@ settings.register_profile("tapeout", deadline=None, suppress_health_check=[Healt
 settings.load_profile("tapeout")
 
 ROOT = Path(__file__).parents[1]
-#: Beginnings of tests' ids that share what takes a minute: engines of SmolLM2, processes with imports done.
-TOGETHER = {
-    "tests/e2e/": "smollm2",
-    "tests/ci/test_scripts.py": "preloaded",
-    "tests/compiler/matrix/test_build_matrix": "preloaded",
-    "tests/compiler/test_peak_memory.py": "preloaded",
-    "tests/compiler/refit/": "refit",
-}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,14 +49,7 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file go to one worker, so that what they share is made once; so do those of TOGETHER."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((TOGETHER[f] for f in TOGETHER if nodeid.startswith(f)), super()._split_scope(nodeid))
-
-    return Scheduling(config, log)
+    return _load("scheduling").Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -115,6 +100,23 @@ def _load(file: str) -> ModuleType:
 def models() -> ModuleType:
     """tests/models.py, the maker of tiny checkpoints."""
     return _load("models")
+
+
+@pytest.fixture(scope="session")
+def traces() -> Callable[..., Any]:
+    """`trace_source`, once a session for equal models; see shared_traces.py."""
+    made: Callable[..., Any] = _load("shared_traces").SharedTraces()
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared_traces(traces: Callable[..., Any]) -> Iterator[None]:
+    """Builds of a module take traces from the session: for tests of what is done with the graph."""
+    from tapeout.compiler import front_end
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front_end, "trace_source", traces)
+        yield
 
 
 @pytest.fixture(scope="session")

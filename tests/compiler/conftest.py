@@ -19,7 +19,7 @@ from torch import nn
 
 from tapeout.compiler import build as build_module
 from tapeout.compiler import build_pack as build_pack_module
-from tapeout.compiler.front_end import FrontEnd, trace_source
+from tapeout.compiler.front_end import FrontEnd
 from tapeout.compiler.graph import Graph, read_weights, run_graph
 from tapeout.compiler.ir import Module
 from tapeout.compiler.lower import lower
@@ -90,6 +90,7 @@ class Family:
     path: Path
     dtype: str
     packed: Packed
+    trace: Callable[..., tuple[Graph, Any]]
     target: str = "cpu"
     trace_nodes: int = 0
     trace_ops: Counter[str] = field(default_factory=Counter)
@@ -103,13 +104,17 @@ class Family:
     def source(self) -> ModelSource:
         return open_model(str(self.path))
 
+    def traced(self) -> Graph:
+        """The graph before all passes, the caller's own."""
+        return self.trace(self.source, self.dtype)[0]
+
     @cached_property
     def graph(self) -> Graph:
         """The graph after all passes; fills in what was seen after each of them.
 
         The trace itself cannot run: it holds device checks for the meta device until canonicalize.
         """
-        graph, _ = trace_source(self.source, self.dtype)
+        graph = self.traced()
         self.trace_nodes, self.trace_ops = len(graph.graph.nodes), ops(graph)
         expected = expected_matches(self.source.config, self.passes)
         self.counts = run_passes(graph, self.passes, expected, after_each=self._record)
@@ -158,7 +163,9 @@ class Family:
 
 
 @pytest.fixture(scope="session")
-def family(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Family]:
+def family(
+    models: ModuleType, traces: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Family]:
     """`family("llama", target="cpu", dtype="float32", lengths=(13, 7), **config)`: fused once a session."""
     made: dict[str, Family] = {}
 
@@ -175,15 +182,15 @@ def family(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Call
             path = models.make_tiny(model_type, tmp_path_factory.mktemp(model_type) / "model", **config)
             draw = np.random.default_rng(7)
             sequences = tuple(tuple(draw.integers(5, models.VOCAB_SIZE, n).tolist()) for n in lengths)
-            made[key] = Family(path, dtype, Packed(sequences), target)
+            made[key] = Family(path, dtype, Packed(sequences), traces, target)
         return made[key]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def one_trace() -> Iterator[None]:
-    """Builds and packs of a module trace a model once: for tests of what is done with the graph."""
+def one_trace(shared_traces: None) -> Iterator[None]:
+    """Builds and packs of a module open, trace and lower a model once: for tests of what comes after."""
     with pytest.MonkeyPatch.context() as patch:
         shared = cache(FrontEnd)
         for module in (build_module, build_pack_module):

@@ -16,6 +16,8 @@ from tapeout.plugins.errors import EngineError
 from tapeout.runtime import LLM, SamplingParams
 from tapeout.runtime.engine import open_engine
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 @pytest.fixture(scope="module")
 def shared_engine(tmp_path_factory, family, options) -> Path:  # type: ignore[no-untyped-def]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tapeout.compiler.describe import kv_cache_layout
-from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import aten
 from tapeout.compiler.ir import Operand, parse, whole
 from tapeout.compiler.lower import lower
@@ -146,7 +145,7 @@ def test_equal_recipes_are_one_weight(family: Callable[..., Any]) -> None:
 
 
 def test_all_unknown_ops_are_listed_at_once(family: Callable[..., Any]) -> None:
-    graph, _ = trace_source(family("llama").source, "float32")
+    graph = family("llama").traced()
     run_passes(graph, PASSES, {})
     products = graph.nodes(torch.ops.tapeout.gated_activation.default)
     assert len(products) == 2
@@ -169,7 +168,7 @@ def test_all_unknown_ops_are_listed_at_once(family: Callable[..., Any]) -> None:
 
 
 def test_rows_must_lead(family: Callable[..., Any]) -> None:
-    graph, _ = trace_source(family("llama").source, "float32")
+    graph = family("llama").traced()
     run_passes(graph, PASSES, {})
     rows = graph.nodes(torch.ops.tapeout.select_rows.default)[0]
     turned = graph.call(rows, aten.transpose.int, rows.args[0], 1, 2)

@@ -31,6 +31,8 @@ from tapeout.runtime.engine import open_engine
 from tapeout.runtime.executors import load_executor
 from tapeout.runtime.step import StepInputs
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 BuildTiny = Callable[..., Path]
 
 CONFIGS: dict[str, dict[str, Any]] = {"llama": {"attention_bias": True}}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from small_graph import HIDDEN, Lines, Make, T, norm, randn
 
-from tapeout.compiler.front_end import trace_source
 from tapeout.compiler.graph import Graph, aten
 from tapeout.compiler.near_miss import near_misses
 from tapeout.compiler.options import BuildOptions
@@ -30,7 +29,7 @@ def _spoil_query_projection(graph: Graph, layer: int) -> None:
 
 class TestDriver:
     def test_a_miss_names_the_module_that_was_left_out(self, family: Callable[..., Any]) -> None:
-        graph, _ = trace_source(family("llama").source, "float32")
+        graph = family("llama").traced()
         expected = {"merge_qkv": 2}
         _spoil_query_projection(graph, layer=1)
         with pytest.raises(UnsupportedError) as caught:
@@ -43,8 +42,7 @@ class TestDriver:
     def test_places_that_look_like_a_match_are_there_before_a_pass_and_gone_after(
         self, family: Callable[..., Any]
     ) -> None:
-        source = family("llama").source
-        graph, _ = trace_source(source, "float32")
+        source, graph = family("llama").source, family("llama").traced()
         counted = expected_matches(source.config)
         assert all(near_misses(graph, name) for name in counted)
         left: dict[str, list[str]] = {}
@@ -53,8 +51,7 @@ class TestDriver:
 
     def test_the_passes_for_gpus_have_such_places_too(self, family: Callable[..., Any]) -> None:
         """Right before a pass and right after it: earlier passes make what later ones look for."""
-        source = family("llama").source
-        graph, _ = trace_source(source, "float32")
+        source, graph = family("llama").source, family("llama").traced()
         names = [p.__name__ for p in CUDA_PASSES]
         seen: list[dict[str, list[str]]] = []
         run_passes(
@@ -69,8 +66,7 @@ class TestDriver:
             assert seen[index][name] == [], name
 
     def test_a_miss_among_them_names_its_layer(self, family: Callable[..., Any]) -> None:
-        source = family("llama").source
-        graph, _ = trace_source(source, "float32")
+        source, graph = family("llama").source, family("llama").traced()
         expected = expected_matches(source.config, CUDA_PASSES)
 
         def read_a_rotation_twice(name: str, graph: Graph) -> None:

@@ -26,6 +26,8 @@ from tapeout.model_defs.weights import RECIPE_VERSION
 from tapeout.plugins.errors import EngineError, EngineIncompatibleError, UsageError
 from tapeout.runtime.engine import open_engine
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 Q4_1, Q8_0 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
 SINGLE = "model.safetensors"
 Edit = Callable[[dict[str, np.ndarray]], None]

@@ -12,9 +12,14 @@ import pytest
 from tapeout.runtime import LLM, SamplingParams
 from tapeout.runtime.engine import open_engine
 
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 NAMES = ("english", "code", "digits", "unicode", "french", "one token", "chat", "page", "long")
 CHUNK_TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def greedy(reference: Any) -> SamplingParams:
+    """As many tokens as Hugging Face gave."""
+    return SamplingParams(temperature=0, max_tokens=reference.new_tokens, ignore_eos=True)
 
 
 def differences(reference: Any, answers: Mapping[str, Sequence[int]]) -> list[str]:
@@ -40,16 +45,16 @@ def test_hugging_face_agrees_with_itself(reference: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone(llm: LLM, reference: Any, steps: list[Any], name: str) -> None:
+def test_alone(llm: LLM, reference: Any, greedy: SamplingParams, steps: list[Any], name: str) -> None:
     steps.clear()
-    (output,) = llm.generate({"prompt_token_ids": reference.prompts[name]}, GREEDY)
+    (output,) = llm.generate({"prompt_token_ids": reference.prompts[name]}, greedy)
     assert differences(reference, {name: output.outputs[0].token_ids}) == []
     assert all(len(step.plan.scheduled) == 1 for step in steps)
 
 
-def test_packed_together(llm: LLM, reference: Any, steps: list[Any]) -> None:
+def test_packed_together(llm: LLM, reference: Any, greedy: SamplingParams, steps: list[Any]) -> None:
     steps.clear()
-    outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], GREEDY)
+    outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], greedy)
     assert [o.prompt_token_ids for o in outputs] == [tuple(reference.prompts[n]) for n in NAMES]
     assert (
         differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []
@@ -60,7 +65,7 @@ def test_packed_together(llm: LLM, reference: Any, steps: list[Any]) -> None:
     assert len(steps[0].plan.context) > 1
 
 
-def test_joining_while_others_run(llm: LLM, reference: Any, steps: list[Any]) -> None:
+def test_joining_while_others_run(llm: LLM, reference: Any, greedy: SamplingParams, steps: list[Any]) -> None:
     """Each thread starts when the one before it has its fifth token, so every prompt meets decoding ones."""
     steps.clear()
     answers: dict[str, list[int]] = {}
@@ -71,7 +76,7 @@ def test_joining_while_others_run(llm: LLM, reference: Any, steps: list[Any]) ->
         turn[index].wait()
         try:
             answers[name] = ids = []
-            for delta in llm.stream({"prompt_token_ids": reference.prompts[name]}, GREEDY):
+            for delta in llm.stream({"prompt_token_ids": reference.prompts[name]}, greedy):
                 ids += delta.outputs[0].token_ids
                 if len(ids) >= 5:
                     turn[index + 1].set()
@@ -93,12 +98,12 @@ def test_joining_while_others_run(llm: LLM, reference: Any, steps: list[Any]) ->
     assert len(mixed) >= len(NAMES) - 1
 
 
-def test_in_small_chunks(smollm2: Path, reference: Any) -> None:
+def test_in_small_chunks(smollm2: Path, reference: Any, greedy: SamplingParams) -> None:
     """Prompts cut into pieces of seven tokens, which share steps with others' decoding."""
     steps: list[Any] = []
     options: dict[str, Any] = {"chunk_tokens": CHUNK_TOKENS, "enable_prefix_reuse": False}
     with LLM(smollm2, on_step=steps.append, **options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], GREEDY)
+        outputs = llm.generate([{"prompt_token_ids": reference.prompts[n]} for n in NAMES], greedy)
     assert (
         differences(reference, {n: o.outputs[0].token_ids for n, o in zip(NAMES, outputs, strict=True)}) == []
     )

@@ -10,6 +10,7 @@ one JSON object a case: {"op", "tactic", "case", "rows", "problem", "error"}.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -60,6 +61,41 @@ def teach_bfloat16() -> None:
     builder: Any = interpreter.InterpreterBuilder
     builder.cast_impl, builder.create_dot = rounding_cast, float_dot
     builder.create_fp_ext = builder.create_fp_trunc = rounding_cast
+
+
+def patch_once() -> None:
+    """The interpreter patches Triton's language at every call of a device function: milliseconds each.
+
+    Here it does so once a launch for each function: what is patched stays so until the launch ends.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    module: Any = interpreter
+    patch, scope = module._patch_lang, module._LangPatchScope
+    patched: set[object] = set()
+
+    class Launch(scope):
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_new(function: Any) -> Any:
+        if function in patched:
+            return None  # called within a kernel, which restores
+        patched.add(function)
+        return patch(function)
+
+    module._patch_lang, module._LangPatchScope = patch_new, Launch
+
+    of_scalar = functools.cache(module._get_np_dtype)  # it builds a dict of all types at every call
+
+    def numpy_dtype(kind: Any) -> Any:
+        is_pointer = isinstance(kind.scalar, tl.pointer_type)  # which have no hash
+        return np.dtype(np.uint64) if is_pointer else of_scalar(kind.scalar)
+
+    module._get_np_dtype = numpy_dtype
 
 
 def launch(spec: LaunchSpec, operands: Operands, bucket: int) -> None:
@@ -120,6 +156,7 @@ def repeat_elements(bound: Bound) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     teach_bfloat16()
+    patch_once()
     for argument in sys.argv[1:]:
         op, _, wanted = argument.partition("/")
         wanted, _, every = wanted.partition(":")

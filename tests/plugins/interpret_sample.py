@@ -207,6 +207,7 @@ def check_extremes() -> None:
 
 if __name__ == "__main__":
     interpret_cuda.teach_bfloat16()
+    interpret_cuda.patch_once()
     for seed in range(3):
         check(torch.float32 if seed != 1 else torch.bfloat16, seed)
     check_full(torch.float32, 5)

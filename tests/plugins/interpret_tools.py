@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
-from interpret_cuda import teach_bfloat16
+from interpret_cuda import patch_once, teach_bfloat16
 
 from tapeout.plugins.tactic_check import triton as kernels
 from tapeout.plugins.tactic_check.hashed import factor_of, integers, normals
@@ -145,6 +145,7 @@ def comparisons(dtype: torch.dtype) -> Iterator[tuple[str, str | None]]:
 def main() -> None:
     torch.set_num_threads(1)
     teach_bfloat16()
+    patch_once()
     looks = [look(dtype) for dtype in (torch.float32, torch.bfloat16) for look in (fills, cache, comparisons)]
     for what, problem in itertools.chain(*looks, compare_integers()):
         sys.stdout.write(json.dumps({"what": what, "problem": problem}) + "\n")

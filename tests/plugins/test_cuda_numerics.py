@@ -31,7 +31,7 @@ _GROUPS = {
     "experts": ("moe_router/:5", "moe_experts/grouped_16x64x64:5"),
     "linear": (
         "linear/skinny_64x64x128:41", "linear/split4:3", "linear/tiled:43", "linear/tma:33",
-        "linear/gemv_8:91",
+        "linear/gemv_8:95", "linear/gemv_8x1024_w4s3@float32 61x77 bias",
     ),
     # Of a gemv few rows alone (even strides): the interpreter takes its rows one by one.
     "fused linear": (

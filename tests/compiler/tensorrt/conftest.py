@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from region_reference import Lowered
 
+from tapeout.compiler import front_end
 from tapeout.compiler.front_end import Stages, lower_model
 from tapeout.compiler.ir import Module, parse
 from tapeout.compiler.options import BuildOptions
@@ -21,7 +24,9 @@ from tapeout.runtime.tensorrt.package import RTX, installed_version
 
 
 @pytest.fixture(scope="session")
-def lowered(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+def lowered(
+    models: ModuleType, traces: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Lowered:
     """`lowered(model_type, dtype)`: the module of a tiny model for cuda:sm_89.
 
     float16 is the bfloat16 module with its dtype replaced: engines are not built in it yet, segments are.
@@ -33,7 +38,9 @@ def lowered(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Low
         if (model_type, traced) not in made:
             path = models.make_tiny(model_type, tmp_path_factory.mktemp(model_type) / "model")
             options = BuildOptions(target="cuda:sm_89", dtype=traced)
-            front = lower_model(str(path), options, Stages(SilentProgress()), lambda source: None)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(front_end, "trace_source", traces)
+                front = lower_model(str(path), options, Stages(SilentProgress()), lambda source: None)
             made[model_type, traced] = front.module
         module = made[model_type, traced]
         return parse(module.text().replace("bfloat16", "float16")) if dtype == "float16" else module

@@ -31,7 +31,7 @@ import torch
 from fake_cuda import Launched
 from fake_kernels import compile_nothing
 from idle_gpu import IdleCuda
-from interpret_cuda import teach_bfloat16
+from interpret_cuda import patch_once, teach_bfloat16
 from stub_cublaslt import CALL, SYMBOL, capture_calls, compute, kernel_of
 
 from tapeout.compiler.tactics import gpu_pack
@@ -188,6 +188,7 @@ def decisions(job: dict[str, Any]) -> list[Contest]:
 def main() -> None:
     torch.set_num_threads(1)
     teach_bfloat16()
+    patch_once()
     gpu_pack.compile_all = described
     fake = InterpretedCuda()
     driver.cu = device.cu = fake

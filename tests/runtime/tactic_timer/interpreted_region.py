@@ -20,7 +20,7 @@ import interpreted_gpu as base
 import torch
 from fake_cuda import Launched
 from fake_tensorrt import SYMBOL, FakeTensorRt
-from interpret_cuda import teach_bfloat16
+from interpret_cuda import patch_once, teach_bfloat16
 
 from tapeout.compiler.ir import parse
 from tapeout.compiler.plan import signature_of
@@ -82,6 +82,7 @@ def main() -> None:
     kind, hows = sys.argv[1], sys.argv[2:]
     torch.set_num_threads(1)
     teach_bfloat16()
+    patch_once()
     gpu_pack.compile_all = base.described
     fake = RegionCuda()
     driver.cu = device.cu = fake

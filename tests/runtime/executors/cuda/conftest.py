@@ -22,10 +22,11 @@ from tapeout.runtime.executors.cuda import CudaExecutor, driver, replay
 PAGES = 8
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
 def engine_path(
     request: pytest.FixtureRequest, models: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
+    """The engine, made once a session: tests of this folder stay on one worker."""
     folder = tmp_path_factory.mktemp("cuda")
     options = BuildOptions(
         target="cuda:sm_90", dtype=request.param, max_batch_size=4, max_num_tokens=16, max_seq_len=64,
