@@ -18,8 +18,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from tapeout.model_defs import ModelSource, open_model
 from tapeout.model_defs.meta_model import load_meta_model
 
+NEW_TOKENS = 64
 PAGE = 32  # of the engine; prompts end on, before and after a border
-NEW_TOKENS = PAGE + 8  # every answer reaches another page, the one that begins with a page a second
 
 TEXTS = {
     "english": "The capital of France is",
