@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from tapeout.runtime.kv_cache.options import PrefixCacheOptions
 from tapeout.runtime.kv_cache.pages import PageCopy, pages_for
 from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
-from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, RadixTree, page_hash
+from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, PageNode, RadixTree, page_hash
 from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
 from tapeout.runtime.kv_cache.tables import Departures, PageTables
 from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PageEvictions, PinnedPrefix, SlotState
@@ -80,7 +80,9 @@ class KvCache:
         self._last_read = -1
         self._evictions: list[PageEvictions] = []
         self._pins: set[PinnedPrefix] = set()
+        # What was said of the request that did not fit, and what the tree had for it; see `ask`.
         self._refused: tuple[np.ndarray, Namespace, int, AdmissionPages] | None = None
+        self._searched: tuple[np.ndarray, Namespace, Sequence[PageNode]] | None = None
         self._found: Counter[str] = Counter()
 
     # ---- size -------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class KvCache:
         """What admitting a request would take that is to come to `num_pages` pages, of `available_pages`.
 
         A request that waits is asked about every step: as long as nothing has become available or been
-        stored, what was said is said again without a search.
+        stored, what was said is said again without a search, and then the search goes on where it ended.
         """
         if not self.options.enable_prefix_reuse:
             return AdmissionPages(num_pages, available_pages, PrefixMatch())
@@ -165,13 +167,17 @@ class KvCache:
         tree = self._cache.tree
         # One token is always computed: its logits give the first output token.
         most = len(token_ids) - 1
-        path, last = tree.find(namespace, token_ids, most), None
+        known: Sequence[PageNode] = ()
+        if (before := self._searched) is not None and before[0] is token_ids and before[1] == namespace:
+            known = before[2]
+        path, last = tree.find(namespace, token_ids, most, known), None
         needed = num_pages - len(path) + self._cache.unheld(path)
         if needed <= available_pages and self.options.enable_partial_reuse:
             last = tree.find_partial(namespace, path, token_ids, most)
-        answer = AdmissionPages(needed, available_pages, PrefixMatch(path, last))
+        answer, self._searched = AdmissionPages(needed, available_pages, PrefixMatch(path, last)), None
         if not answer.fits:
             self._refused = token_ids, namespace, num_pages, answer
+            self._searched = token_ids, namespace, path
         return answer
 
     def attach(
@@ -207,8 +213,10 @@ class KvCache:
         self._note_evictions((slot,))
         if self.options.enable_prefix_reuse:
             self._is_unstored[slot] = self.any_unstored = True
-        for i, node in enumerate(match.path):
-            self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
+        if user.retention is not None:
+            first_tokens = range(0, len(match.path) * self.tokens_per_page, self.tokens_per_page)
+            for node, retention in zip(match.path, state.retentions(first_tokens), strict=True):
+                self._cache.set_retention(node, retention)
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
         found = self._found
         found["requests"] += 1
@@ -263,18 +271,25 @@ class KvCache:
         self._refused = None  # it may share these pages and need fewer
         ids = token_ids(first * size, end * size)
         data, page_bytes = ids.tobytes(), ids.itemsize * size
-        parent = path[-1] if path else self._cache.tree.root(state.namespace)
-        for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):
-            start = (i - first) * page_bytes
-            key = data[start : start + page_bytes]
-            retention = state.retention_of(i * size)
-            parent, is_own = self._cache.store(parent, key, page, retention, state.owner)
-            path.append(parent)
-            if is_own:
-                state.own.append(parent)
+        keys = [data[start : start + page_bytes] for start in range(0, len(data), page_bytes)]
+        pages = self.tables[slot, first:end].tolist()
+        retentions = state.retentions(range(first * size, end * size, size))
+        tree, known = self._cache.tree, 0
+        parent = path[-1] if path else tree.root(state.namespace)
+        for key, page, retention in zip(keys, pages, retentions, strict=True):
+            if (node := tree.child(parent, key)) is None:
+                break
+            path.append(node)
+            if self._cache.share(node, page, retention):
+                state.own.append(node)
             else:
-                self.tables[slot, i] = parent.page
+                self.tables[slot, first + known] = node.page
                 self._retire(in_use_until, page)
+            parent, known = node, known + 1
+        if known < len(keys):
+            new = self._cache.store(parent, keys[known:], pages[known:], retentions[known:], state.owner)
+            path += new
+            state.own += new
         self._num_stored[slot] = end
 
     def free(self, slot: int, *, failed: bool = False) -> None:

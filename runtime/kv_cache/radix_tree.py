@@ -10,7 +10,7 @@ the namespace, hence the path from the namespace's root. The 64-bit hash of a no
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -135,17 +135,26 @@ class RadixTree:
             self._roots[namespace], self._namespaces[root] = root, namespace
         return root
 
-    def find(self, namespace: Namespace, token_ids: np.ndarray, max_tokens: int) -> list[PageNode]:
+    def find(
+        self, namespace: Namespace, token_ids: np.ndarray, max_tokens: int, known: Sequence[PageNode] = ()
+    ) -> list[PageNode]:
         """The longest path of full pages that hold the first ids, at most `max_tokens` of them.
 
-        token_ids: int32 [n].
+        Args:
+            token_ids: int32 [n].
+            known: what an earlier search for the same ids found: only what is new of it is looked up.
         """
-        path: list[PageNode] = []
-        node = self._roots.get(namespace)
-        if node is None:
+        path = list(known)
+        while path and path[-1].removed:  # a page goes after those behind it
+            path.pop()
+        node = path[-1] if path else self._roots.get(namespace)
+        step = self._page_bytes
+        first, end = len(path) * step, max_tokens * _ID_BYTES // step * step
+        if node is None or not node.children or first >= end:
             return path
-        data, step = _as_bytes(token_ids), self._page_bytes
-        for start in range(0, max_tokens * _ID_BYTES // step * step, step):
+        # Not copied: a long prompt of which nothing is cached costs no more than a short one.
+        data = memoryview(np.ascontiguousarray(token_ids, np.int32)).cast("B")
+        for start in range(first, end, step):
             node = node.children.get(PageKey(data[start : start + step]))
             if node is None:
                 break
@@ -157,10 +166,11 @@ class RadixTree:
     ) -> PartialMatch | None:
         """Below `path`, the page that shares most first ids with what follows; None when none shares any."""
         parent = path[-1] if path else self._roots.get(namespace)
-        if parent is None or not parent.sorted_keys:
-            return None
         size = self._page_bytes // _ID_BYTES
-        wanted = _as_bytes(token_ids[len(path) * size : min((len(path) + 1) * size, max_tokens)])
+        first = len(path) * size
+        if parent is None or not parent.sorted_keys or first >= max_tokens:
+            return None
+        wanted = np.ascontiguousarray(token_ids[first : min(first + size, max_tokens)], np.int32).tobytes()
         # In the order of bytes, what shares the longest beginning with a key stands next to its place.
         place = bisect.bisect_left(parent.sorted_keys, wanted)
         best, shared = None, 0
@@ -186,6 +196,19 @@ class RadixTree:
         self.num_nodes += 1
         return node
 
+    def insert_path(self, parent: PageNode, keys: Sequence[bytes], pages: Sequence[int]) -> list[PageNode]:
+        """New pages on the device, the first one as in `insert` and each of the others behind the one before
+        it; there is at least one."""
+        node = self.insert(parent, keys[0], pages[0])
+        nodes = [node]
+        for key, page in zip(keys[1:], pages[1:], strict=True):
+            key, parent = PageKey(key), node
+            node = PageNode(key, parent, page)
+            parent.children, parent.sorted_keys, parent.device_children = {key: node}, [key], 1
+            nodes.append(node)
+        self.num_nodes += len(nodes) - 1
+        return nodes
+
     def remove(self, node: PageNode) -> None:
         """Take a leaf out; the caller has given up its pages."""
         parent = node.parent
@@ -201,6 +224,15 @@ class RadixTree:
         if parent.parent is None and not parent.children and parent in self._namespaces:
             # An empty root goes, so that salts that come and go leave nothing.
             del self._roots[self._namespaces.pop(parent)]
+
+    def remove_path(self, nodes: Sequence[PageNode]) -> None:
+        """Take out a leaf and pages before it, each the parent of the one before it in `nodes` and with no
+        other page behind it; the caller has given up their pages."""
+        for node in nodes[1:]:
+            assert len(node.children) == 1, "a page with pages behind it cannot go"
+            node.children, node.sorted_keys = _NO_CHILDREN, _NO_KEYS
+        self.num_nodes -= len(nodes) - 1
+        self.remove(nodes[-1])
 
     def take_out(self, wanted: Callable[[Namespace], bool]) -> Iterator[PageNode]:
         """Remove whole namespaces; yields their nodes, children before parents."""
@@ -231,7 +263,3 @@ def _shared_ids(key: bytes, wanted: bytes) -> int:
     if differ == 0:
         return len(wanted) // _ID_BYTES
     return ((differ & -differ).bit_length() - 1) // (8 * _ID_BYTES)
-
-
-def _as_bytes(token_ids: np.ndarray) -> bytes:
-    return np.ascontiguousarray(token_ids, np.int32).tobytes()

@@ -89,8 +89,9 @@ def test_misuse_is_an_error() -> None:
 def test_only_idle_pages_are_dropped_together() -> None:
     pool = PagePool(3)
     idle, held, plain = pool.allocate(3)
-    pool.keep(idle)
-    pool.keep(held)
+    pool.keep([idle, held])
+    with pytest.raises(RuntimeError, match=f"page {held} is free or kept already"):
+        pool.keep([held])
     pool.release([idle, plain])
     for page in (held, plain):
         with pytest.raises(RuntimeError, match=f"page {page} is not idle"):
