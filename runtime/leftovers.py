@@ -23,6 +23,8 @@ class Leftovers:
         slots, running = self._kv_cache.unstored_slots(), self._running
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
         ready = slots[running.alive[slots] & running.have_sampled(slots)]
+        if len(ready) == 0:
+            return
         for slot in self._kv_cache.slots_to_store(ready, running.known_tokens(ready)):
             self._store(running.request(slot))
 
