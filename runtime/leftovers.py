@@ -38,5 +38,5 @@ class Leftovers:
 
     def _store(self, request: Request) -> None:
         slot, running = request.slot, self._running
-        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1  # as in `Running.known_tokens`
-        self._kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))
+        known = request.prompt_tokens + running.output_tokens.item(slot) - 1  # as in `Running.known_tokens`
+        self._kv_cache.store(slot, known, partial(running.token_ids, request), running.last_step.item(slot))

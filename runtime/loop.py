@@ -273,7 +273,7 @@ class EngineLoop:
 
     def _submit(self, plan: StepPlan, held: Held | None) -> None:
         """Give the step its pages, queue it, move its requests' planned state forward, and tell of it."""
-        used, failure = self.kv_cache.num_used, None
+        used, failure = (self.kv_cache.num_used if self._is_heard else 0), None
         try:
             self.kv_cache.grow(plan.slots, plan.ends)
         except Exception as error:

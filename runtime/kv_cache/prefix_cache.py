@@ -78,10 +78,10 @@ class PrefixCache:
     def allocate(self, count: int) -> list[int]:
         """Take pages that hold nothing, each with one reference; idle pages are evicted as needed."""
         pool = self._pool
-        if count > pool.num_free:
-            raise RuntimeError(f"{count} pages asked for, {pool.num_free} of {pool.num_pages} free")
-        if pool.num_blank < count:
-            self._evict(count - pool.num_blank)
+        if (short := count - pool.num_blank) > 0:
+            if short > pool.num_idle:
+                raise RuntimeError(f"{count} pages asked for, {pool.num_free} of {pool.num_pages} free")
+            self._evict(short)
         return pool.allocate(count)
 
     def hold(self, path: Sequence[PageNode]) -> int:

@@ -52,7 +52,7 @@ class PageNode:
         last_used: counts up with every use; smaller is older.
         device_children: children on the device: with any of them it cannot leave the device.
         stamp: changes with every place in an eviction queue, so that entries of old places are known.
-        children: by key. sorted_keys: theirs, in the order of bytes.
+        children: by key. sorted_keys: theirs, in the order of bytes, where it has several: most have one.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class PageNode:
         return self._hash
 
 
-# Of nodes without children; nobody writes to them.
+# Of nodes without children, or without several; nobody writes to them.
 _NO_CHILDREN: dict[bytes, PageNode] = {}
 _NO_KEYS: list[bytes] = []
 
@@ -168,13 +168,14 @@ class RadixTree:
         parent = path[-1] if path else self._roots.get(namespace)
         size = self._page_bytes // _ID_BYTES
         first = len(path) * size
-        if parent is None or not parent.sorted_keys or first >= max_tokens:
+        if parent is None or not parent.children or first >= max_tokens:
             return None
         wanted = np.ascontiguousarray(token_ids[first : min(first + size, max_tokens)], np.int32).tobytes()
         # In the order of bytes, what shares the longest beginning with a key stands next to its place.
-        place = bisect.bisect_left(parent.sorted_keys, wanted)
+        keys = parent.sorted_keys or list(parent.children)
+        place = bisect.bisect_left(keys, wanted)
         best, shared = None, 0
-        for key in parent.sorted_keys[max(place - 1, 0) : place + 1]:
+        for key in keys[max(place - 1, 0) : place + 1]:
             common = _shared_ids(key, wanted)
             if common > shared:
                 best, shared = key, common
@@ -188,8 +189,10 @@ class RadixTree:
         key = PageKey(key)
         node = PageNode(key, parent, page)
         if not parent.children:
-            parent.children, parent.sorted_keys = {key: node}, [key]
+            parent.children = {key: node}
         else:
+            if not parent.sorted_keys:
+                parent.sorted_keys = list(parent.children)
             parent.children[key] = node
             bisect.insort(parent.sorted_keys, key)
         parent.device_children += 1
@@ -204,7 +207,7 @@ class RadixTree:
         for key, page in zip(keys[1:], pages[1:], strict=True):
             key, parent = PageKey(key), node
             node = PageNode(key, parent, page)
-            parent.children, parent.sorted_keys, parent.device_children = {key: node}, [key], 1
+            parent.children, parent.device_children = {key: node}, 1
             nodes.append(node)
         self.num_nodes += len(nodes) - 1
         return nodes
@@ -216,10 +219,13 @@ class RadixTree:
         assert not node.children, "a page with pages behind it cannot go"
         if len(parent.children) == 1:
             assert node.key in parent.children, "a page is removed once"
-            parent.children, parent.sorted_keys = _NO_CHILDREN, _NO_KEYS
+            parent.children = _NO_CHILDREN
         else:
             del parent.children[node.key]
-            del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
+            if len(parent.children) == 1:
+                parent.sorted_keys = _NO_KEYS
+            else:
+                del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
         self.num_nodes -= 1
         if parent.parent is None and not parent.children and parent in self._namespaces:
             # An empty root goes, so that salts that come and go leave nothing.
@@ -230,7 +236,7 @@ class RadixTree:
         other page behind it; the caller has given up their pages."""
         for node in nodes[1:]:
             assert len(node.children) == 1, "a page with pages behind it cannot go"
-            node.children, node.sorted_keys = _NO_CHILDREN, _NO_KEYS
+            node.children = _NO_CHILDREN
         self.num_nodes -= len(nodes) - 1
         self.remove(nodes[-1])
 

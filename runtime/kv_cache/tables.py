@@ -36,7 +36,7 @@ class PageTables:
 
     def pages_of(self, slot: int) -> list[int]:
         """The slot's pages, in order of the tokens they hold."""
-        used: list[int] = self.tables[slot, : self.num_used[slot]].tolist()
+        used: list[int] = self.tables[slot, : self.num_used.item(slot)].tolist()
         return used
 
     def lacking(self, slots: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

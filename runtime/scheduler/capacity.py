@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -59,8 +58,7 @@ class HoldCause(StrEnum):
     WEIGHTS = "weights"
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """The head of the queue was not admitted. Those behind it wait for their turn.
 
     `needed` and `available` are slots, pages, or (BATCH, WEIGHTS) the requests that still hold a slot and 0.
@@ -159,7 +157,8 @@ class CapacityScheduler:
             if not self._free_slots:
                 return admitted, self._held(request, HoldCause.SLOTS, self.max_batch_size, 0)
             if available is None:
-                available = self.available_pages(running, kv_cache)
+                # Without a free page nobody is admitted, whatever those that run still need.
+                available = self.available_pages(running, kv_cache) if kv_cache.num_free else 0
             ids, cache = request.context_token_ids, request.cache
             pages = kv_cache.ask(ids, cache.user, self._needed_pages(request), available)
             if not pages.fits:

@@ -8,6 +8,7 @@ newest first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -82,8 +83,9 @@ def fit_to_pages(plan: StepPlan, lacking: LackingRows, running: Running, kv_cach
     if plan.num_context:  # it stands before generation, whoever is older
         turn = running.turns(plan.slots[rows])
         rows, pages = rows[turn], pages[turn]
-    waiting = rows[pages.cumsum(dtype=np.int32) > kv_cache.num_free]
-    waiting.sort()
+    free = kv_cache.num_free
+    sums = accumulate(pages.tolist())
+    waiting = np.array(sorted(row for row, sum_ in zip(rows.tolist(), sums, strict=True) if sum_ > free), np.int64)
     kept[waiting] = False
     left_out = [(reason, left[running.planned[left]]) for reason, left in plan.left_out]
     return plan.only(kept.nonzero()[0], (*left_out, (Reason.NO_PAGES, plan.slots[waiting])))

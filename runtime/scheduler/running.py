@@ -172,7 +172,8 @@ class Running:
 
     def has_sampled(self, slot: int) -> bool:
         """A token has been read for the slot's request since it was admitted."""
-        return bool(self.output_tokens[slot] > self.resumed_tokens[slot])
+        sampled: bool = self.output_tokens.item(slot) > self.resumed_tokens.item(slot)
+        return sampled
 
     def have_sampled(self, slots: np.ndarray) -> np.ndarray:
         """bool [S]: the same for several slots."""
@@ -202,7 +203,7 @@ class Running:
 
     def ids_from(self, slot: int, start: int) -> list[int]:
         """The ids read for a slot, without the first `start`."""
-        ids: list[int] = self.output_ids[slot, start : self.output_tokens[slot]].tolist()
+        ids: list[int] = self.output_ids[slot, start : self.output_tokens.item(slot)].tolist()
         return ids
 
     def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
