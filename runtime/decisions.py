@@ -52,7 +52,7 @@ class Decisions:
         """
         self.any |= len(requests) > 0
         if is_heard:
-            pages = self._kv_cache.departures().leave(slots)
+            pages = self._kv_cache.departures(len(slots)).leave(slots)
             planned = self._running.planned_tokens(slots).tolist()
             self.paused += [
                 Pause(request.request_id, cause, count, short_pages, tokens)

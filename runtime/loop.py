@@ -233,7 +233,7 @@ class EngineLoop:
         return fit_to_pages(plan, lacking, running, kv_cache)
 
     def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
-        requests = [self.running.request(slot) for slot in slots.tolist()]
+        requests = self.running.requests_in(slots)
         self._decisions.pause(requests, slots, cause, short_pages, self._is_heard)
         self._counts.pauses += len(requests)
         self.running.pause(slots)

@@ -101,12 +101,11 @@ class KvCache:
         """Pages that are held."""
         return self.pool.num_pages - self.pool.num_free
 
-    def departures(self) -> Departures:
-        """Counts what comes back when slots are freed one after the other."""
+    def departures(self, most: int) -> Departures:
+        """Counts what comes back when slots, `most` of them at most, are freed one after the other."""
         # Without the prefix cache nobody shares.
-        return Departures(
-            self._pages, self.pool.reference_counts if self.options.enable_prefix_reuse else None
-        )
+        owners = self.pool.reference_counts if self.options.enable_prefix_reuse else None
+        return Departures(self._pages, owners, most)
 
     @property
     def retired_pages(self) -> int:
@@ -326,7 +325,7 @@ class KvCache:
         if in_use_until > self._last_read:
             self._retired.append((in_use_until, page))
         else:
-            self._cache.release([page])
+            self.pool.release((page,))  # which the tree does not have
 
     @property
     def has_copies(self) -> bool:

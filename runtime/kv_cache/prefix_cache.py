@@ -179,13 +179,14 @@ class PrefixCache:
         tree's (one reference is his) and has to let go of its own. Returns whether the node has the
         caller's page.
         """
-        self.set_retention(node, retention)
-        if not node.on_device:
+        if retention is not None:
+            self.set_retention(node, retention)
+        if node.page == NO_PAGE:
             self.host.take(node)
             self._settle_on_device(node, page)
             self._tell_moved(node, Tier.DEVICE)
             return True
-        if self._pool.references(node.page) == 0:
+        if self._pool.reference_counts[node.page] == 0:
             assert node.parent is not None
             self._idle.discard(node)
             self._node_of[node.page] = None
@@ -193,7 +194,7 @@ class PrefixCache:
             node.parent.device_children -= 1
             self._settle_on_device(node, page)
             return True
-        self._retain(node)
+        self._pool.retain(node.page)
         return False
 
     def set_retention(self, node: PageNode, retention: Retention | None) -> None:

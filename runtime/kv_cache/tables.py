@@ -109,10 +109,11 @@ class Departures:
 
     Args:
         owners: [num_pages] how many hold each page; None where nobody shares any.
+        most: slots that leave at most. A page that more hold stays, and nobody has to count.
     """
 
-    def __init__(self, tables: PageTables, owners: Sequence[int] | None) -> None:
-        self._tables, self._owners = tables, owners
+    def __init__(self, tables: PageTables, owners: Sequence[int] | None, most: int) -> None:
+        self._tables, self._owners, self._most = tables, owners, most
         self._staying: dict[int, int] = {}  # owners left of pages that were shared
 
     def leave(self, slots: np.ndarray) -> Iterator[int]:
@@ -127,19 +128,18 @@ class Departures:
     def _leave(self, slots: np.ndarray) -> Iterator[int]:
         tables = self._tables
         counts = tables.num_used[slots].tolist()
-        owners, staying = self._owners, self._staying
+        owners, staying, most = self._owners, self._staying, self._most
         if owners is None:
             yield from counts
             return
         heads = tables.tables[:, : min(max(counts), _HEAD)][slots].tolist()
         for row, (count, head) in enumerate(zip(counts, heads, strict=True)):
-            back = shared = 0
             # Whoever holds a page holds those before it: behind one's own there is none that others hold.
             pages = head if count <= _HEAD or owners[head[-1]] == 1 else tables.pages_of(slots.item(row))
             for page in pages[:count]:
-                if owners[page] == 1:
+                if (held := owners[page]) == 1:
                     break
-                left = staying[page] = staying.get(page, owners[page]) - 1
-                back += left == 0
-                shared += 1
-            yield back + count - shared
+                if held <= most:
+                    held = staying[page] = staying.get(page, held) - 1
+                count -= held > 0
+            yield count

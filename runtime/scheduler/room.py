@@ -54,7 +54,7 @@ def slots_to_pause(
     """
     # Who is about to end brings its pages back without being paused.
     ending = plan.slots_left_out(Reason.ALL_PLANNED)
-    departures = kv_cache.departures()
+    departures = kv_cache.departures(len(draining) + len(running.order) - 1)
     given = kv_cache.num_free + kv_cache.retired_pages
     for leaving in (np.array(draining, np.int64), ending):
         given += sum(departures.leave(leaving))

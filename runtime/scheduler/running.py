@@ -117,6 +117,13 @@ class Running:
         assert found is not None, f"nobody runs in slot {slot}"
         return found
 
+    def requests_in(self, slots: np.ndarray) -> list[Request]:
+        """[B]: the same for several slots."""
+        requests = self.requests
+        found = [request for slot in slots.tolist() if (request := requests[slot]) is not None]
+        assert len(found) == len(slots), "nobody runs in some slot"
+        return found
+
     def add(self, request: Request) -> None:
         """A request was given its slot; one that was paused goes on after the ids it had."""
         slot, had = request.slot, len(request.output_token_ids)
@@ -159,13 +166,13 @@ class Running:
     def remove(self, request: Request) -> None:
         """A running request has ended or given up its slot; nothing happens for one that never ran."""
         if self._by_id.pop(request.request_id, None) is not None:
-            self.alive[request.slot] = False
-            self.requests[request.slot] = None
-            self.pause(request.slot)
+            slot = request.slot
+            self.alive[slot] = self.planned[slot] = False
+            self.requests[slot], self._some_left = None, True
             if request.ending_ids:
                 self._count_ending_ids(request, -1)
 
-    def pause(self, slots: np.ndarray | int) -> None:
+    def pause(self, slots: np.ndarray) -> None:
         """They take part in no further step. They may be in one whose ids are still to be read."""
         self.planned[slots] = False
         self._some_left = True
@@ -209,11 +216,12 @@ class Running:
     def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
         """int32: prompt and ids read, at these positions."""
         prompt, output = request.prompt_token_ids, self.output_ids[request.slot]
-        if end <= len(prompt):
+        count = len(prompt)
+        if end <= count:
             return prompt[start:end]
-        if start >= len(prompt):
-            return output[start - len(prompt) : end - len(prompt)]
-        return np.concatenate([prompt[start:], output[: end - len(prompt)]])
+        if start >= count:
+            return output[start - count : end - count]
+        return np.concatenate((prompt[start:], output[: end - count]))
 
     def looked_at(self, request: Request) -> None:
         """The request's newest token has been dealt with and did not end it."""

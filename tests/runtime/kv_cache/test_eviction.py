@@ -148,10 +148,10 @@ def test_pages_of_running_requests_are_no_victims() -> None:
     other = kv.ask(ids, CacheUser(), 4, kv.uncommitted_pages(4))
     assert (other.needed, other.available) == (1, 2), "three of its four pages are held already"
     first = np.array([1])
-    assert list(kv.departures().leave(first)) == [3]
+    assert list(kv.departures(3).leave(first)) == [3]
     kv.attach(2, ids, CacheUser(), other.match)
-    assert list(kv.departures().leave(first)) == [0], "the other holds them, too"
-    departures = kv.departures()
+    assert list(kv.departures(3).leave(first)) == [0], "the other holds them, too"
+    departures = kv.departures(3)
     assert list(departures.leave(np.array([3, 2, 1]))) == [0, 0, 3]
     rows, missing = kv.lacking_pages(np.array([2, 1, 3]), np.array([12, 13, 5]))
     assert (rows.tolist(), missing.tolist()) == ([1, 2], [1, 2])
