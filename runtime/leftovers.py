@@ -9,6 +9,8 @@ from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.request import FinishReason, Request
 from tapeout.runtime.scheduler.running import Running
 
+_FEW = 8  # requests that are looked at one by one: what arrays take for any number costs more
+
 
 class Leftovers:
     """Contexts are stored once logits behind them were finite, and seen when somebody looks: before an
@@ -22,9 +24,14 @@ class Leftovers:
         """Those that have been read since this was called last."""
         slots, running = self._kv_cache.unstored_slots(), self._running
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
-        ready = slots[running.alive[slots] & running.have_sampled(slots)]
-        if len(ready) == 0:
+        if len(slots) <= _FEW:
+            for slot in slots.tolist():
+                request = running.requests[slot]
+                if request is not None and running.has_sampled(slot):
+                    self._kv_cache.context_is_known(slot)
+                    self._store(request)
             return
+        ready = slots[running.alive[slots] & running.have_sampled(slots)]
         for slot in self._kv_cache.slots_to_store(ready, running.known_tokens(ready)):
             self._store(running.request(slot))
 

@@ -40,7 +40,6 @@ class KvCache:
 
     Attributes:
         tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
-        any_unstored: whether `unstored_slots` has any.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class KvCache:
         self._slots: list[SlotState | None] = [None] * num_slots
         self._is_unstored = np.zeros(num_slots, bool)
         self._num_stored = np.zeros(num_slots, np.int32)  # pages of their paths
-        self.any_unstored = False
+        self._num_unstored = 0
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
         self._evictions: list[PageEvictions] = []
@@ -211,7 +210,8 @@ class KvCache:
         self._slots[slot], self._num_stored[slot] = state, len(match.path)
         self._note_evictions((slot,))
         if self.options.enable_prefix_reuse:
-            self._is_unstored[slot] = self.any_unstored = True
+            self._is_unstored[slot] = True
+            self._num_unstored += 1
         if user.retention is not None:
             first_tokens = range(0, len(match.path) * self.tokens_per_page, self.tokens_per_page)
             for node, retention in zip(match.path, state.retentions(first_tokens), strict=True):
@@ -236,9 +236,20 @@ class KvCache:
         if self._cache.evicted and grown is not None:
             self._note_evictions(tuple(grown.tolist()))
 
+    @property
+    def any_unstored(self) -> bool:
+        """Whether `unstored_slots` has any."""
+        return self._num_unstored > 0
+
     def unstored_slots(self) -> np.ndarray:
-        """int64, ascending: slots a request was attached to that `slots_to_store` was not told of."""
+        """int64, ascending: slots a request was attached to of which neither `context_is_known` nor
+        `slots_to_store` was told."""
         return self._is_unstored.nonzero()[0]
+
+    def context_is_known(self, slot: int) -> None:
+        """The slot's context is stored now: it is no longer one of the `unstored_slots`."""
+        self._is_unstored[slot] = False
+        self._num_unstored -= 1
 
     def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
         """Which of the slots, whose contexts can be stored now, have full pages beyond those in the tree.
@@ -246,7 +257,7 @@ class KvCache:
         ready: int64 [S], of `unstored_slots`. num_tokens: [S] what `store` would be told.
         """
         self._is_unstored[ready] = False
-        self.any_unstored = bool(np.count_nonzero(self._is_unstored))
+        self._num_unstored -= len(ready)
         has_more = num_tokens // self.tokens_per_page > self._num_stored[ready]
         slots: list[int] = ready[has_more].tolist()
         return slots
@@ -297,7 +308,8 @@ class KvCache:
         # Last page first, so that the next request gets them in the same order again.
         self._cache.release(self._pages.clear(slot)[::-1])
         state, self._slots[slot] = self._slots[slot], None
-        self._is_unstored[slot] = False
+        if self._is_unstored.item(slot):
+            self.context_is_known(slot)
         if failed and state is not None:
             self._cache.forget(state.own)
 

@@ -253,8 +253,10 @@ class PrefixCache:
         assert parent is not None
         while parent.page != NO_PAGE and parent.device_children == 1 and not references[parent.page]:
             # One whose retention has an end may come to have another priority: the queue knows.
-            in_turn = parent.expires_at is None and (limit is None or parent.eviction_key < limit)
-            if len(nodes) == most or not in_turn:
+            in_turn = parent.expires_at is None and (
+                limit is None or (parent.priority, parent.last_used) < limit
+            )
+            if not in_turn or len(nodes) == most:
                 has_turn = True
                 break
             nodes.append(parent)

@@ -136,14 +136,15 @@ class CapacityScheduler:
         return f"{tokens} need {size}; the pool has {self.num_pages}"
 
     def admit(
-        self, waiting: WaitingQueue, running: Running, kv_cache: KvCache
+        self, waiting: WaitingQueue, running: Running, kv_cache: KvCache, *, is_heard: bool = True
     ) -> tuple[list[tuple[Request, Admission]], Held | None]:
         """Take requests from the front of `waiting` while they fit.
 
         A page of the prefix cache that others hold costs a request nothing; those that nobody holds count
         as free until it takes them, which it does here.
 
-        Returns the admitted ones, whose `slot` is set, and why the next one is not among them.
+        Returns the admitted ones, whose `slot` is set, and why the next one is not among them; None in place of
+        the reason where nobody hears it (`is_heard`) and finding it would take a search.
         """
         admitted: list[tuple[Request, Admission]] = []
         request = waiting.first()
@@ -158,7 +159,10 @@ class CapacityScheduler:
                 return admitted, self._held(request, HoldCause.SLOTS, self.max_batch_size, 0)
             if available is None:
                 # Without a free page nobody is admitted, whatever those that run still need.
-                available = self.available_pages(running, kv_cache) if kv_cache.num_free else 0
+                has_free = kv_cache.num_free > 0
+                if not has_free and not is_heard:
+                    return admitted, None
+                available = self.available_pages(running, kv_cache) if has_free else 0
             ids, cache = request.context_token_ids, request.cache
             pages = kv_cache.ask(ids, cache.user, self._needed_pages(request), available)
             if not pages.fits:

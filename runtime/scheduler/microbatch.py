@@ -147,7 +147,7 @@ class MicroBatchScheduler:
         left_out: list[tuple[Reason, np.ndarray]],
         codes: np.ndarray = _NO_CODES,
     ) -> StepPlan:
-        if np.count_nonzero(codes):  # somebody's context goes on after the step
+        if len(codes) and np.count_nonzero(codes):  # somebody's context goes on after the step
             samples = np.ones(len(slots), bool)
             np.equal(codes, LAST_CHUNK, out=samples[: len(codes)])
         else:

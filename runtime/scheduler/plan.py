@@ -102,7 +102,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.context_rows + self.num_sequences - self.num_context
+        count = len(self.slots)
+        return self.context_rows + count - self.num_context if len(self.context_codes) else count
 
     @property
     def context_rows(self) -> int:

@@ -54,12 +54,14 @@ def slots_to_pause(
     """
     # Who is about to end brings its pages back without being paused.
     ending = plan.slots_left_out(Reason.ALL_PLANNED)
-    departures = kv_cache.departures(len(draining) + len(running.order) - 1)
+    order = running.order
+    departures = kv_cache.departures(len(draining) + len(order) - 1)  # the first by rank stays
     given = kv_cache.num_free + kv_cache.retired_pages
-    for leaving in (np.array(draining, np.int64), ending):
-        given += sum(departures.leave(leaving))
+    for leaving in (draining, ending):
+        if len(leaving):
+            given += sum(departures.leave(np.asarray(leaving, np.int64)))
     need = dict(zip(plan.slots[lacking.rows].tolist(), lacking.pages.tolist(), strict=True))
-    needed, newest_first = lacking.total, running.order[::-1]
+    needed, newest_first = lacking.total, order[::-1]
     if len(ending):
         stays = np.ones(len(running.planned), bool)
         stays[ending] = False
