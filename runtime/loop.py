@@ -206,11 +206,8 @@ class EngineLoop:
             return self.capacity.held_for_weights(self._waiting)
         if self.kv_cache.any_unstored and self.capacity.num_free_slots:
             self._leftovers.store_contexts()
-        admitted, held = self.capacity.admit(
-            self._waiting, self.running, self.kv_cache, is_heard=self._is_heard
-        )
-        if not admitted:
-            return held
+        heard = self._is_heard
+        admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache, is_heard=heard)
         now = self.clock()
         for request, admission in admitted:
             self.running.add(request)

@@ -19,7 +19,7 @@ from tapeout.runtime.kv_cache.pages import PageCopy, pages_for
 from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, PageNode, RadixTree, page_hash
-from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
+from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats, count_found
 from tapeout.runtime.kv_cache.tables import Departures, PageTables
 from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PageEvictions, PinnedPrefix, SlotState
 
@@ -79,9 +79,9 @@ class KvCache:
         self._last_read = -1
         self._evictions: list[PageEvictions] = []
         self._pins: set[PinnedPrefix] = set()
-        # What was said of the request that did not fit, and what the tree had for it; see `ask`.
+        # What was said of the request that did not fit, and whether nothing was stored since; see `ask`.
         self._refused: tuple[np.ndarray, Namespace, int, AdmissionPages] | None = None
-        self._searched: tuple[np.ndarray, Namespace, Sequence[PageNode]] | None = None
+        self._may_repeat = False
         self._found: Counter[str] = Counter()
 
     # ---- size -------------------------------------------------------------------------------
@@ -153,29 +153,24 @@ class KvCache:
         if not self.options.enable_prefix_reuse:
             return AdmissionPages(num_pages, available_pages, PrefixMatch())
         namespace = self._namespace(user)
+        known: Sequence[PageNode] = ()
         if self._refused is not None:
             asked, its_namespace, its_pages, answer = self._refused
-            if (
-                asked is token_ids
-                and its_namespace == namespace
-                and (its_pages, answer.available) == (num_pages, available_pages)
-            ):
-                return answer
+            if asked is token_ids and its_namespace == namespace:
+                if self._may_repeat and (its_pages, answer.available) == (num_pages, available_pages):
+                    return answer
+                known = answer.match.path
             self._refused = None
         tree = self._cache.tree
         # One token is always computed: its logits give the first output token.
         most = len(token_ids) - 1
-        known: Sequence[PageNode] = ()
-        if (before := self._searched) is not None and before[0] is token_ids and before[1] == namespace:
-            known = before[2]
         path, last = tree.find(namespace, token_ids, most, known), None
         needed = num_pages - len(path) + self._cache.unheld(path)
         if needed <= available_pages and self.options.enable_partial_reuse:
             last = tree.find_partial(namespace, path, token_ids, most)
-        answer, self._searched = AdmissionPages(needed, available_pages, PrefixMatch(path, last)), None
+        answer = AdmissionPages(needed, available_pages, PrefixMatch(path, last))
         if not answer.fits:
-            self._refused = token_ids, namespace, num_pages, answer
-            self._searched = token_ids, namespace, path
+            self._refused, self._may_repeat = (token_ids, namespace, num_pages, answer), True
         return answer
 
     def attach(
@@ -217,14 +212,7 @@ class KvCache:
             for node, retention in zip(match.path, state.retentions(first_tokens), strict=True):
                 self._cache.set_retention(node, retention)
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
-        found = self._found
-        found["requests"] += 1
-        found["prompt_tokens"] += len(token_ids)
-        found["cached_tokens"] += tokens
-        found["hit_pages"] += stats.hit_pages
-        found["missed_pages"] += stats.missed_pages
-        found["reused_pages"] += stats.reused_pages
-        found["partial_copies"] += copied
+        count_found(self._found, len(token_ids), stats)
         return stats
 
     def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
@@ -278,7 +266,7 @@ class KvCache:
         first, end = len(path), num_tokens // size
         if first >= end:
             return
-        self._refused = None  # it may share these pages and need fewer
+        self._may_repeat = False  # who was refused may share these pages and need fewer
         ids = token_ids(first * size, end * size)
         data, page_bytes = ids.tobytes(), ids.itemsize * size
         keys = [data[start : start + page_bytes] for start in range(0, len(data), page_bytes)]

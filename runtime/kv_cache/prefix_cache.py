@@ -173,7 +173,7 @@ class PrefixCache:
         return nodes
 
     def share(self, node: PageNode, page: int, retention: Retention | None) -> bool:
-        """Another page of the caller's with what a page of the tree holds; the caller holds the path before it.
+        """A page of the caller's with what a page of the tree holds; the caller holds the path before it.
 
         One of them is enough: the caller's takes the place of one nobody holds; else the caller gets the
         tree's (one reference is his) and has to let go of its own. Returns whether the node has the

@@ -153,7 +153,7 @@ class RadixTree:
         if node is None or not node.children or first >= end:
             return path
         # Not copied: a long prompt of which nothing is cached costs no more than a short one.
-        data = memoryview(np.ascontiguousarray(token_ids, np.int32)).cast("B")
+        data = np.ascontiguousarray(token_ids, np.int32).data.cast("B")
         for start in range(first, end, step):
             node = node.children.get(PageKey(data[start : start + step]))
             if node is None:

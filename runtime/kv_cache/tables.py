@@ -117,8 +117,8 @@ class Departures:
         self._staying: dict[int, int] = {}  # owners left of pages that were shared
 
     def leave(self, slots: np.ndarray) -> Iterator[int]:
-        """For each of these slots, pages that come back when it is freed, too. A slot has left once its number
-        is asked for, and leaves once.
+        """For each of these slots, pages that come back when it is freed, too. A slot has left once its
+        number is asked for, and leaves once.
 
         slots: int64 [S].
         """

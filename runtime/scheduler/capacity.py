@@ -143,8 +143,8 @@ class CapacityScheduler:
         A page of the prefix cache that others hold costs a request nothing; those that nobody holds count
         as free until it takes them, which it does here.
 
-        Returns the admitted ones, whose `slot` is set, and why the next one is not among them; None in place of
-        the reason where nobody hears it (`is_heard`) and finding it would take a search.
+        Returns the admitted ones, whose `slot` is set, and why the next one is not among them; None in place
+        of the reason where nobody hears it (`is_heard`) and finding it would take a search.
         """
         admitted: list[tuple[Request, Admission]] = []
         request = waiting.first()

@@ -136,7 +136,6 @@ class MicroBatchScheduler:
         codes = np.where(sizes == wanted, as_large_as_can_be, smaller)
         return sizes, np.where(sizes == rest, LAST_CHUNK, codes).astype(np.int8)
 
-
     def _plan(
         self,
         step: int,

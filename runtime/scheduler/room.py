@@ -87,7 +87,9 @@ def fit_to_pages(plan: StepPlan, lacking: LackingRows, running: Running, kv_cach
         rows, pages = rows[turn], pages[turn]
     free = kv_cache.num_free
     sums = accumulate(pages.tolist())
-    waiting = np.array(sorted(row for row, sum_ in zip(rows.tolist(), sums, strict=True) if sum_ > free), np.int64)
+    waiting = np.array(
+        sorted(row for row, sum_ in zip(rows.tolist(), sums, strict=True) if sum_ > free), np.int64
+    )
     kept[waiting] = False
     left_out = [(reason, left[running.planned[left]]) for reason, left in plan.left_out]
     return plan.only(kept.nonzero()[0], (*left_out, (Reason.NO_PAGES, plan.slots[waiting])))
