@@ -52,11 +52,11 @@ class Decisions:
         """
         self.any |= len(requests) > 0
         if is_heard:
-            departures = self._kv_cache.departures()
+            pages = self._kv_cache.departures(len(slots)).leave(slots)
             planned = self._running.planned_tokens(slots).tolist()
             self.paused += [
-                Pause(request.request_id, cause, departures.leave(request.slot), short_pages, tokens)
-                for request, tokens in zip(requests, planned, strict=True)
+                Pause(request.request_id, cause, count, short_pages, tokens)
+                for request, count, tokens in zip(requests, pages, planned, strict=True)
             ]
 
     def record(

@@ -9,6 +9,8 @@ from tapeout.runtime.scheduler.capacity import CapacityScheduler
 from tapeout.runtime.scheduler.request import FinishReason, Request
 from tapeout.runtime.scheduler.running import Running
 
+_FEW = 8  # requests that are looked at one by one: what arrays take for any number costs more
+
 
 class Leftovers:
     """Contexts are stored once logits behind them were finite, and seen when somebody looks: before an
@@ -22,6 +24,13 @@ class Leftovers:
         """Those that have been read since this was called last."""
         slots, running = self._kv_cache.unstored_slots(), self._running
         # Finite logits show that what a request has in the cache is sound; before, nothing does.
+        if len(slots) <= _FEW:
+            for slot in slots.tolist():
+                request = running.requests[slot]
+                if request is not None and running.has_sampled(slot):
+                    self._kv_cache.context_is_known(slot)
+                    self._store(request)
+            return
         ready = slots[running.alive[slots] & running.have_sampled(slots)]
         for slot in self._kv_cache.slots_to_store(ready, running.known_tokens(ready)):
             self._store(running.request(slot))
@@ -36,5 +45,5 @@ class Leftovers:
 
     def _store(self, request: Request) -> None:
         slot, running = request.slot, self._running
-        known = request.prompt_tokens + int(running.output_tokens[slot]) - 1  # as in `Running.known_tokens`
-        self._kv_cache.store(slot, known, partial(running.token_ids, request), int(running.last_step[slot]))
+        known = request.prompt_tokens + running.output_tokens.item(slot) - 1  # as in `Running.known_tokens`
+        self._kv_cache.store(slot, known, partial(running.token_ids, request), running.last_step.item(slot))

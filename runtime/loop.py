@@ -206,7 +206,8 @@ class EngineLoop:
             return self.capacity.held_for_weights(self._waiting)
         if self.kv_cache.any_unstored and self.capacity.num_free_slots:
             self._leftovers.store_contexts()
-        admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache)
+        heard = self._is_heard
+        admitted, held = self.capacity.admit(self._waiting, self.running, self.kv_cache, is_heard=heard)
         now = self.clock()
         for request, admission in admitted:
             self.running.add(request)
@@ -233,7 +234,7 @@ class EngineLoop:
         return fit_to_pages(plan, lacking, running, kv_cache)
 
     def _pause(self, slots: np.ndarray, cause: PauseCause, short_pages: int = 0) -> None:
-        requests = [self.running.request(slot) for slot in slots.tolist()]
+        requests = self.running.requests_in(slots)
         self._decisions.pause(requests, slots, cause, short_pages, self._is_heard)
         self._counts.pauses += len(requests)
         self.running.pause(slots)
@@ -273,7 +274,7 @@ class EngineLoop:
 
     def _submit(self, plan: StepPlan, held: Held | None) -> None:
         """Give the step its pages, queue it, move its requests' planned state forward, and tell of it."""
-        used, failure = self.kv_cache.num_used, None
+        used, failure = (self.kv_cache.num_used if self._is_heard else 0), None
         try:
             self.kv_cache.grow(plan.slots, plan.ends)
         except Exception as error:

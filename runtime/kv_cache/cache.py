@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from tapeout.runtime.kv_cache.options import PrefixCacheOptions
 from tapeout.runtime.kv_cache.pages import PageCopy, pages_for
 from tapeout.runtime.kv_cache.pool import PagePool
 from tapeout.runtime.kv_cache.prefix_cache import PrefixCache, PrefixMatch
-from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, RadixTree, page_hash
-from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats
+from tapeout.runtime.kv_cache.radix_tree import Namespace, PageHash, PageNode, RadixTree, page_hash
+from tapeout.runtime.kv_cache.statistics import CacheStats, RequestCacheStats, count_found
 from tapeout.runtime.kv_cache.tables import Departures, PageTables
 from tapeout.runtime.kv_cache.users import AdmissionPages, CacheUser, PageEvictions, PinnedPrefix, SlotState
 
@@ -40,7 +40,6 @@ class KvCache:
 
     Attributes:
         tables: [num_slots, max_pages_per_seq] int32, NO_PAGE beyond the pages in use.
-        any_unstored: whether `unstored_slots` has any.
     """
 
     def __init__(
@@ -75,12 +74,14 @@ class KvCache:
         self._slots: list[SlotState | None] = [None] * num_slots
         self._is_unstored = np.zeros(num_slots, bool)
         self._num_stored = np.zeros(num_slots, np.int32)  # pages of their paths
-        self.any_unstored = False
+        self._num_unstored = 0
         self._retired: list[tuple[int, int]] = []  # (step that may still use it, page)
         self._last_read = -1
         self._evictions: list[PageEvictions] = []
         self._pins: set[PinnedPrefix] = set()
+        # What was said of the request that did not fit, and whether nothing was stored since; see `ask`.
         self._refused: tuple[np.ndarray, Namespace, int, AdmissionPages] | None = None
+        self._may_repeat = False
         self._found: Counter[str] = Counter()
 
     # ---- size -------------------------------------------------------------------------------
@@ -99,12 +100,11 @@ class KvCache:
         """Pages that are held."""
         return self.pool.num_pages - self.pool.num_free
 
-    def departures(self) -> Departures:
-        """Counts what comes back when slots are freed one after the other."""
+    def departures(self, most: int) -> Departures:
+        """Counts what comes back when slots, `most` of them at most, are freed one after the other."""
         # Without the prefix cache nobody shares.
-        return Departures(
-            self._pages, self.pool.reference_counts if self.options.enable_prefix_reuse else None
-        )
+        owners = self.pool.reference_counts if self.options.enable_prefix_reuse else None
+        return Departures(self._pages, owners, most)
 
     @property
     def retired_pages(self) -> int:
@@ -148,30 +148,29 @@ class KvCache:
         """What admitting a request would take that is to come to `num_pages` pages, of `available_pages`.
 
         A request that waits is asked about every step: as long as nothing has become available or been
-        stored, what was said is said again without a search.
+        stored, what was said is said again without a search, and then the search goes on where it ended.
         """
         if not self.options.enable_prefix_reuse:
             return AdmissionPages(num_pages, available_pages, PrefixMatch())
         namespace = self._namespace(user)
+        known: Sequence[PageNode] = ()
         if self._refused is not None:
             asked, its_namespace, its_pages, answer = self._refused
-            if (
-                asked is token_ids
-                and its_namespace == namespace
-                and (its_pages, answer.available) == (num_pages, available_pages)
-            ):
-                return answer
+            if asked is token_ids and its_namespace == namespace:
+                if self._may_repeat and (its_pages, answer.available) == (num_pages, available_pages):
+                    return answer
+                known = answer.match.path
             self._refused = None
         tree = self._cache.tree
         # One token is always computed: its logits give the first output token.
         most = len(token_ids) - 1
-        path, last = tree.find(namespace, token_ids, most), None
+        path, last = tree.find(namespace, token_ids, most, known), None
         needed = num_pages - len(path) + self._cache.unheld(path)
         if needed <= available_pages and self.options.enable_partial_reuse:
             last = tree.find_partial(namespace, path, token_ids, most)
         answer = AdmissionPages(needed, available_pages, PrefixMatch(path, last))
         if not answer.fits:
-            self._refused = token_ids, namespace, num_pages, answer
+            self._refused, self._may_repeat = (token_ids, namespace, num_pages, answer), True
         return answer
 
     def attach(
@@ -206,18 +205,14 @@ class KvCache:
         self._slots[slot], self._num_stored[slot] = state, len(match.path)
         self._note_evictions((slot,))
         if self.options.enable_prefix_reuse:
-            self._is_unstored[slot] = self.any_unstored = True
-        for i, node in enumerate(match.path):
-            self._cache.set_retention(node, state.retention_of(i * self.tokens_per_page))
+            self._is_unstored[slot] = True
+            self._num_unstored += 1
+        if user.retention is not None:
+            first_tokens = range(0, len(match.path) * self.tokens_per_page, self.tokens_per_page)
+            for node, retention in zip(match.path, state.retentions(first_tokens), strict=True):
+                self._cache.set_retention(node, retention)
         stats = RequestCacheStats(tokens, len(match.path), full_pages - len(match.path), onboarded, copied)
-        found = self._found
-        found["requests"] += 1
-        found["prompt_tokens"] += len(token_ids)
-        found["cached_tokens"] += tokens
-        found["hit_pages"] += stats.hit_pages
-        found["missed_pages"] += stats.missed_pages
-        found["reused_pages"] += stats.reused_pages
-        found["partial_copies"] += copied
+        count_found(self._found, len(token_ids), stats)
         return stats
 
     def grow(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
@@ -229,9 +224,20 @@ class KvCache:
         if self._cache.evicted and grown is not None:
             self._note_evictions(tuple(grown.tolist()))
 
+    @property
+    def any_unstored(self) -> bool:
+        """Whether `unstored_slots` has any."""
+        return self._num_unstored > 0
+
     def unstored_slots(self) -> np.ndarray:
-        """int64, ascending: slots a request was attached to that `slots_to_store` was not told of."""
+        """int64, ascending: slots a request was attached to of which neither `context_is_known` nor
+        `slots_to_store` was told."""
         return self._is_unstored.nonzero()[0]
+
+    def context_is_known(self, slot: int) -> None:
+        """The slot's context is stored now: it is no longer one of the `unstored_slots`."""
+        self._is_unstored[slot] = False
+        self._num_unstored -= 1
 
     def slots_to_store(self, ready: np.ndarray, num_tokens: np.ndarray) -> list[int]:
         """Which of the slots, whose contexts can be stored now, have full pages beyond those in the tree.
@@ -239,7 +245,7 @@ class KvCache:
         ready: int64 [S], of `unstored_slots`. num_tokens: [S] what `store` would be told.
         """
         self._is_unstored[ready] = False
-        self.any_unstored = bool(np.count_nonzero(self._is_unstored))
+        self._num_unstored -= len(ready)
         has_more = num_tokens // self.tokens_per_page > self._num_stored[ready]
         slots: list[int] = ready[has_more].tolist()
         return slots
@@ -260,21 +266,28 @@ class KvCache:
         first, end = len(path), num_tokens // size
         if first >= end:
             return
-        self._refused = None  # it may share these pages and need fewer
+        self._may_repeat = False  # who was refused may share these pages and need fewer
         ids = token_ids(first * size, end * size)
         data, page_bytes = ids.tobytes(), ids.itemsize * size
-        parent = path[-1] if path else self._cache.tree.root(state.namespace)
-        for i, page in zip(range(first, end), self.tables[slot, first:end].tolist(), strict=True):
-            start = (i - first) * page_bytes
-            key = data[start : start + page_bytes]
-            retention = state.retention_of(i * size)
-            parent, is_own = self._cache.store(parent, key, page, retention, state.owner)
-            path.append(parent)
-            if is_own:
-                state.own.append(parent)
+        keys = [data[start : start + page_bytes] for start in range(0, len(data), page_bytes)]
+        pages = self.tables[slot, first:end].tolist()
+        retentions = state.retentions(range(first * size, end * size, size))
+        tree, known = self._cache.tree, 0
+        parent = path[-1] if path else tree.root(state.namespace)
+        for key, page, retention in zip(keys, pages, retentions, strict=True):
+            if (node := tree.child(parent, key)) is None:
+                break
+            path.append(node)
+            if self._cache.share(node, page, retention):
+                state.own.append(node)
             else:
-                self.tables[slot, i] = parent.page
+                self.tables[slot, first + known] = node.page
                 self._retire(in_use_until, page)
+            parent, known = node, known + 1
+        if known < len(keys):
+            new = self._cache.store(parent, keys[known:], pages[known:], retentions[known:], state.owner)
+            path += new
+            state.own += new
         self._num_stored[slot] = end
 
     def free(self, slot: int, *, failed: bool = False) -> None:
@@ -283,7 +296,8 @@ class KvCache:
         # Last page first, so that the next request gets them in the same order again.
         self._cache.release(self._pages.clear(slot)[::-1])
         state, self._slots[slot] = self._slots[slot], None
-        self._is_unstored[slot] = False
+        if self._is_unstored.item(slot):
+            self.context_is_known(slot)
         if failed and state is not None:
             self._cache.forget(state.own)
 
@@ -311,7 +325,7 @@ class KvCache:
         if in_use_until > self._last_read:
             self._retired.append((in_use_until, page))
         else:
-            self._cache.release([page])
+            self.pool.release((page,))  # which the tree does not have
 
     @property
     def has_copies(self) -> bool:

@@ -56,8 +56,9 @@ class EvictionQueue:
         """The page to evict next; None when there is none."""
         self._lapse()
         while self._heap:
-            *_, node, stamp = self._heap[0]
-            if stamp == node.stamp and node in self._members:
+            entry = self._heap[0]
+            node = entry[3]
+            if entry[4] == node.stamp and node in self._members:
                 return node
             heapq.heappop(self._heap)
         return None
@@ -76,6 +77,8 @@ class EvictionQueue:
 
     def _lapse(self) -> None:
         """Pages whose time is over have the default priority from now on."""
+        if not self._expiring:
+            return
         now = self._clock()
         while self._expiring and self._expiring[0][0] <= now:
             _, _, node, stamp = heapq.heappop(self._expiring)

@@ -55,8 +55,9 @@ class PagePool:
         pages = self._free[first:]
         pages.reverse()
         del self._free[first:]
+        references = self._references
         for page in pages:
-            self._references[page] = 1
+            references[page] = 1
         return pages
 
     def retain(self, page: int) -> bool:
@@ -84,11 +85,13 @@ class PagePool:
                     self._free.append(page)
         return idle
 
-    def keep(self, page: int) -> None:
-        """The prefix cache knows what a page that is held holds."""
-        if self._kept[page] or self._references[page] == 0:
-            raise RuntimeError(f"page {page} is free or kept already")
-        self._kept[page] = 1
+    def keep(self, pages: Iterable[int]) -> None:
+        """The prefix cache knows what these pages hold, which are held."""
+        kept, references = self._kept, self._references
+        for page in pages:
+            if kept[page] or references[page] == 0:
+                raise RuntimeError(f"page {page} is free or kept already")
+            kept[page] = 1
 
     def drop(self, page: int) -> None:
         """The prefix cache forgets a page; it is free now, or when its last owner leaves."""
@@ -101,9 +104,10 @@ class PagePool:
 
     def drop_idle(self, pages: Sequence[int]) -> None:
         """The same for pages nobody holds, all of which are free now."""
+        kept, references = self._kept, self._references
         for page in pages:
-            if not self._kept[page] or self._references[page]:
+            if not kept[page] or references[page]:
                 raise RuntimeError(f"page {page} is not idle")
-            self._kept[page] = 0
+            kept[page] = 0
         self._num_idle -= len(pages)
         self._free += pages

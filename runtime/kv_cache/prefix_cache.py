@@ -78,10 +78,10 @@ class PrefixCache:
     def allocate(self, count: int) -> list[int]:
         """Take pages that hold nothing, each with one reference; idle pages are evicted as needed."""
         pool = self._pool
-        if count > pool.num_free:
-            raise RuntimeError(f"{count} pages asked for, {pool.num_free} of {pool.num_pages} free")
-        if pool.num_blank < count:
-            self._evict(count - pool.num_blank)
+        if (short := count - pool.num_blank) > 0:
+            if short > pool.num_idle:
+                raise RuntimeError(f"{count} pages asked for, {pool.num_free} of {pool.num_pages} free")
+            self._evict(short)
         return pool.allocate(count)
 
     def hold(self, path: Sequence[PageNode]) -> int:
@@ -137,7 +137,8 @@ class PrefixCache:
             if node.seconds is not None:
                 now = self._clock() if now is None else now
                 node.expires_at = now + node.seconds
-            self._may_leave(node)
+            if not node.device_children:
+                self._idle.add(node)
 
     def _retain(self, node: PageNode) -> None:
         if self._pool.retain(node.page):
@@ -147,41 +148,54 @@ class PrefixCache:
     # ---- entering ---------------------------------------------------------------------------
 
     def store(
-        self, parent: PageNode, key: bytes, page: int, retention: Retention | None, owner: str
-    ) -> tuple[PageNode, bool]:
-        """Put a full page that the caller holds behind `parent`, whose path the caller holds too.
+        self,
+        parent: PageNode,
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        retentions: Sequence[Retention | None],
+        owner: str,
+    ) -> list[PageNode]:
+        """Put full pages that the caller holds behind `parent`, whose path the caller holds too, each behind
+        the one before it; the tree has none with the ids of the first.
 
-        Where the tree has these ids already, one page is enough: the caller's takes the place of one
-        nobody holds; else the caller gets the tree's (one reference is his) and has to let go of its own.
-
-        Returns the node, and whether it has the caller's page.
+        Returns their nodes.
         """
-        node = self.tree.child(parent, key)
-        if node is None:
-            node = self.tree.insert(parent, key, page)
-            node.owner = owner
-            self._node_of[page] = node
-            self._pool.keep(page)
-            self.set_retention(node, retention)
-            self._counts["stored_pages"] += 1
-            if self.events.enabled:
+        nodes = self.tree.insert_path(parent, keys, pages)
+        self._pool.keep(pages)
+        for node, page, retention in zip(nodes, pages, retentions, strict=True):
+            node.owner, self._node_of[page] = owner, node
+            if retention is not None:
+                self.set_retention(node, retention)
+        self._counts["stored_pages"] += len(nodes)
+        if self.events.enabled:
+            for node in nodes:
                 self._tell(EventKind.STORED, node, node.token_ids, Tier.DEVICE, node.priority)
-            return node, True
-        self.set_retention(node, retention)
-        if not node.on_device:
+        return nodes
+
+    def share(self, node: PageNode, page: int, retention: Retention | None) -> bool:
+        """A page of the caller's with what a page of the tree holds; the caller holds the path before it.
+
+        One of them is enough: the caller's takes the place of one nobody holds; else the caller gets the
+        tree's (one reference is his) and has to let go of its own. Returns whether the node has the
+        caller's page.
+        """
+        if retention is not None:
+            self.set_retention(node, retention)
+        if node.page == NO_PAGE:
             self.host.take(node)
             self._settle_on_device(node, page)
             self._tell_moved(node, Tier.DEVICE)
-            return node, True
-        if self._pool.references(node.page) == 0:
+            return True
+        if self._pool.reference_counts[node.page] == 0:
+            assert node.parent is not None
             self._idle.discard(node)
             self._node_of[node.page] = None
             self._pool.drop(node.page)
-            parent.device_children -= 1
+            node.parent.device_children -= 1
             self._settle_on_device(node, page)
-            return node, True
-        self._retain(node)
-        return node, False
+            return True
+        self._pool.retain(node.page)
+        return False
 
     def set_retention(self, node: PageNode, retention: Retention | None) -> None:
         """What a request says about a page it holds; None leaves it as it is."""
@@ -193,7 +207,7 @@ class PrefixCache:
         assert node.parent is not None
         node.page, node.expires_at = page, None
         self._node_of[page] = node
-        self._pool.keep(page)
+        self._pool.keep((page,))
         node.parent.device_children += 1
 
     # ---- leaving ----------------------------------------------------------------------------
@@ -215,7 +229,7 @@ class PrefixCache:
                 node.page = NO_PAGE
             else:
                 self.host.take(node)
-            self._tell_removed(node)
+            self._tell_removed((node,))
             removed += 1
         return removed
 
@@ -235,24 +249,28 @@ class PrefixCache:
         """Take a leaf out of the tree, and the pages before it while they are the next to go: mostly those of
         one request, which were used last at the same time. Returns how many; there is no host tier."""
         references, limit = self._pool.reference_counts, self._idle.first_key()
-        pages: list[int] = []
-        while True:
-            parent, page = node.parent, node.page
-            assert parent is not None
-            node.page, self._node_of[page] = NO_PAGE, None
-            pages.append(page)
-            parent.device_children -= 1
-            self.tree.remove(node)
-            self._tell_removed(node)
-            self.evicted.append((node.owner, False))
-            if parent.page == NO_PAGE or parent.device_children or references[parent.page]:
-                break
+        nodes, parent, has_turn = [node], node.parent, False
+        assert parent is not None
+        while parent.page != NO_PAGE and parent.device_children == 1 and not references[parent.page]:
             # One whose retention has an end may come to have another priority: the queue knows.
-            in_turn = parent.expires_at is None and (limit is None or parent.eviction_key < limit)
-            if len(pages) == most or not in_turn:
-                self._idle.add(parent)
+            in_turn = parent.expires_at is None and (
+                limit is None or (parent.priority, parent.last_used) < limit
+            )
+            if not in_turn or len(nodes) == most:
+                has_turn = True
                 break
-            node = parent
+            nodes.append(parent)
+            parent = parent.parent
+            assert parent is not None
+        pages = [n.page for n in nodes]
+        for n, page in zip(nodes, pages, strict=True):
+            n.page, n.device_children, self._node_of[page] = NO_PAGE, 0, None
+        parent.device_children -= 1
+        self.tree.remove_path(nodes)
+        self._tell_removed(nodes)
+        self.evicted += [(n.owner, False) for n in nodes]
+        if has_turn:
+            self._idle.add(parent)
         self._pool.drop_idle(pages)
         return len(pages)
 
@@ -283,7 +301,7 @@ class PrefixCache:
             else:
                 self.host.take(n)
             self.tree.remove(n)
-            self._tell_removed(n)
+            self._tell_removed((n,))
             self.host.may_leave(parent)
 
     def _off_device(self, node: PageNode) -> int:
@@ -308,10 +326,11 @@ class PrefixCache:
         if self.events.enabled:
             self._tell(EventKind.MOVED, node, (), tier, None)
 
-    def _tell_removed(self, node: PageNode) -> None:
-        self._counts["removed_pages"] += 1
+    def _tell_removed(self, nodes: Sequence[PageNode]) -> None:
+        self._counts["removed_pages"] += len(nodes)
         if self.events.enabled:
-            self._tell(EventKind.REMOVED, node, (), None, None)
+            for node in nodes:
+                self._tell(EventKind.REMOVED, node, (), None, None)
 
     def _tell(
         self,

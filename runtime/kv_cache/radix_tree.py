@@ -10,7 +10,7 @@ the namespace, hence the path from the namespace's root. The 64-bit hash of a no
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class PageNode:
         last_used: counts up with every use; smaller is older.
         device_children: children on the device: with any of them it cannot leave the device.
         stamp: changes with every place in an eviction queue, so that entries of old places are known.
-        children: by key. sorted_keys: theirs, in the order of bytes.
+        children: by key. sorted_keys: theirs, in the order of bytes, where it has several: most have one.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class PageNode:
         return self._hash
 
 
-# Of nodes without children; nobody writes to them.
+# Of nodes without children, or without several; nobody writes to them.
 _NO_CHILDREN: dict[bytes, PageNode] = {}
 _NO_KEYS: list[bytes] = []
 
@@ -135,17 +135,26 @@ class RadixTree:
             self._roots[namespace], self._namespaces[root] = root, namespace
         return root
 
-    def find(self, namespace: Namespace, token_ids: np.ndarray, max_tokens: int) -> list[PageNode]:
+    def find(
+        self, namespace: Namespace, token_ids: np.ndarray, max_tokens: int, known: Sequence[PageNode] = ()
+    ) -> list[PageNode]:
         """The longest path of full pages that hold the first ids, at most `max_tokens` of them.
 
-        token_ids: int32 [n].
+        Args:
+            token_ids: int32 [n].
+            known: what an earlier search for the same ids found: only what is new of it is looked up.
         """
-        path: list[PageNode] = []
-        node = self._roots.get(namespace)
-        if node is None:
+        path = list(known)
+        while path and path[-1].removed:  # a page goes after those behind it
+            path.pop()
+        node = path[-1] if path else self._roots.get(namespace)
+        step = self._page_bytes
+        first, end = len(path) * step, max_tokens * _ID_BYTES // step * step
+        if node is None or not node.children or first >= end:
             return path
-        data, step = _as_bytes(token_ids), self._page_bytes
-        for start in range(0, max_tokens * _ID_BYTES // step * step, step):
+        # Not copied: a long prompt of which nothing is cached costs no more than a short one.
+        data = np.ascontiguousarray(token_ids, np.int32).data.cast("B")
+        for start in range(first, end, step):
             node = node.children.get(PageKey(data[start : start + step]))
             if node is None:
                 break
@@ -157,14 +166,16 @@ class RadixTree:
     ) -> PartialMatch | None:
         """Below `path`, the page that shares most first ids with what follows; None when none shares any."""
         parent = path[-1] if path else self._roots.get(namespace)
-        if parent is None or not parent.sorted_keys:
-            return None
         size = self._page_bytes // _ID_BYTES
-        wanted = _as_bytes(token_ids[len(path) * size : min((len(path) + 1) * size, max_tokens)])
+        first = len(path) * size
+        if parent is None or not parent.children or first >= max_tokens:
+            return None
+        wanted = np.ascontiguousarray(token_ids[first : min(first + size, max_tokens)], np.int32).tobytes()
         # In the order of bytes, what shares the longest beginning with a key stands next to its place.
-        place = bisect.bisect_left(parent.sorted_keys, wanted)
+        keys = parent.sorted_keys or list(parent.children)
+        place = bisect.bisect_left(keys, wanted)
         best, shared = None, 0
-        for key in parent.sorted_keys[max(place - 1, 0) : place + 1]:
+        for key in keys[max(place - 1, 0) : place + 1]:
             common = _shared_ids(key, wanted)
             if common > shared:
                 best, shared = key, common
@@ -178,13 +189,28 @@ class RadixTree:
         key = PageKey(key)
         node = PageNode(key, parent, page)
         if not parent.children:
-            parent.children, parent.sorted_keys = {key: node}, [key]
+            parent.children = {key: node}
         else:
+            if not parent.sorted_keys:
+                parent.sorted_keys = list(parent.children)
             parent.children[key] = node
             bisect.insort(parent.sorted_keys, key)
         parent.device_children += 1
         self.num_nodes += 1
         return node
+
+    def insert_path(self, parent: PageNode, keys: Sequence[bytes], pages: Sequence[int]) -> list[PageNode]:
+        """New pages on the device, the first one as in `insert` and each of the others behind the one before
+        it; there is at least one."""
+        node = self.insert(parent, keys[0], pages[0])
+        nodes = [node]
+        for key, page in zip(keys[1:], pages[1:], strict=True):
+            key, parent = PageKey(key), node
+            node = PageNode(key, parent, page)
+            parent.children, parent.device_children = {key: node}, 1
+            nodes.append(node)
+        self.num_nodes += len(nodes) - 1
+        return nodes
 
     def remove(self, node: PageNode) -> None:
         """Take a leaf out; the caller has given up its pages."""
@@ -193,14 +219,26 @@ class RadixTree:
         assert not node.children, "a page with pages behind it cannot go"
         if len(parent.children) == 1:
             assert node.key in parent.children, "a page is removed once"
-            parent.children, parent.sorted_keys = _NO_CHILDREN, _NO_KEYS
+            parent.children = _NO_CHILDREN
         else:
             del parent.children[node.key]
-            del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
+            if len(parent.children) == 1:
+                parent.sorted_keys = _NO_KEYS
+            else:
+                del parent.sorted_keys[bisect.bisect_left(parent.sorted_keys, node.key)]
         self.num_nodes -= 1
         if parent.parent is None and not parent.children and parent in self._namespaces:
             # An empty root goes, so that salts that come and go leave nothing.
             del self._roots[self._namespaces.pop(parent)]
+
+    def remove_path(self, nodes: Sequence[PageNode]) -> None:
+        """Take out a leaf and pages before it, each the parent of the one before it in `nodes` and with no
+        other page behind it; the caller has given up their pages."""
+        for node in nodes[1:]:
+            assert len(node.children) == 1, "a page with pages behind it cannot go"
+            node.children = _NO_CHILDREN
+        self.num_nodes -= len(nodes) - 1
+        self.remove(nodes[-1])
 
     def take_out(self, wanted: Callable[[Namespace], bool]) -> Iterator[PageNode]:
         """Remove whole namespaces; yields their nodes, children before parents."""
@@ -231,7 +269,3 @@ def _shared_ids(key: bytes, wanted: bytes) -> int:
     if differ == 0:
         return len(wanted) // _ID_BYTES
     return ((differ & -differ).bit_length() - 1) // (8 * _ID_BYTES)
-
-
-def _as_bytes(token_ids: np.ndarray) -> bytes:
-    return np.ascontiguousarray(token_ids, np.int32).tobytes()

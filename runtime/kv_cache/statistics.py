@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,17 @@ class RequestCacheStats(NamedTuple):
     def hit_rate(self) -> float:
         """Share of the prompt's full pages that were found; 0 when it has none."""
         return self.hit_pages / max(self.hit_pages + self.missed_pages, 1)
+
+
+def count_found(totals: Counter[str], prompt_tokens: int, stats: RequestCacheStats) -> None:
+    """Add what a request of so many tokens found to the totals, which are fields of `CacheStats`."""
+    totals["requests"] += 1
+    totals["prompt_tokens"] += prompt_tokens
+    totals["cached_tokens"] += stats.cached_tokens
+    totals["hit_pages"] += stats.hit_pages
+    totals["missed_pages"] += stats.missed_pages
+    totals["reused_pages"] += stats.reused_pages
+    totals["partial_copies"] += stats.partial_copies
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tapeout.runtime.kv_cache.pages import NO_PAGE, pages_for
 
 _NONE = np.array(0, np.int32)
+# Slots whose pages are read together, and how many of the first ones: mostly no others are shared.
+_BLOCK, _HEAD = 32, 16
 
 
 class PageTables:
@@ -21,7 +23,7 @@ class PageTables:
 
     def __init__(self, *, tokens_per_page: int, num_slots: int, max_seq_len: int) -> None:
         self.tokens_per_page = tokens_per_page
-        width = pages_for(max_seq_len, tokens_per_page)
+        width = self._max_pages = pages_for(max_seq_len, tokens_per_page)
         self.tables = np.full((num_slots, width), NO_PAGE, dtype=np.int32)
         self._flat = self.tables.reshape(-1)
         self.num_used = np.zeros(num_slots, np.int32)
@@ -34,7 +36,7 @@ class PageTables:
 
     def pages_of(self, slot: int) -> list[int]:
         """The slot's pages, in order of the tokens they hold."""
-        used: list[int] = self.tables[slot, : self.num_used[slot]].tolist()
+        used: list[int] = self.tables[slot, : self.num_used.item(slot)].tolist()
         return used
 
     def lacking(self, slots: np.ndarray, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -66,10 +68,10 @@ class PageTables:
         slots = slots[short]
         used = self.num_used[slots]
         needed = used + more
-        count = sum(more.tolist())
-        if np.count_nonzero(needed > self._width):
-            row = int(needed.argmax())
-            raise RuntimeError(f"slot {slots[row]} needs {needed[row]} pages, its table holds {self._width}")
+        count, most = sum(more.tolist()), max(needed.tolist())
+        if most > self._max_pages:
+            slot = slots[needed.argmax()]
+            raise RuntimeError(f"slot {slot} needs {most} pages, its table holds {self._max_pages}")
         rows, places = slots * self._width, used
         if count > len(slots):  # somebody reads context: more than a page for each
             rows = rows.repeat(more)
@@ -107,23 +109,37 @@ class Departures:
 
     Args:
         owners: [num_pages] how many hold each page; None where nobody shares any.
+        most: slots that leave at most. A page that more hold stays, and nobody has to count.
     """
 
-    def __init__(self, tables: PageTables, owners: Sequence[int] | None) -> None:
-        self._tables, self._owners = tables, owners
+    def __init__(self, tables: PageTables, owners: Sequence[int] | None, most: int) -> None:
+        self._tables, self._owners, self._most = tables, owners, most
         self._staying: dict[int, int] = {}  # owners left of pages that were shared
 
-    def leave(self, slot: int) -> int:
-        """Pages that come back when this slot is freed, too; each slot leaves once."""
-        count = int(self._tables.num_used[slot])
-        owners, staying = self._owners, self._staying
-        # Whoever holds a page holds those before it: behind one's own there is none that others hold.
-        if owners is None or count == 0 or owners[self._tables.tables.item(slot, 0)] == 1:
-            return count
-        back = 0
-        for place, page in enumerate(self._tables.pages_of(slot)):
-            if owners[page] == 1:
-                return back + count - place
-            left = staying[page] = staying.get(page, owners[page]) - 1
-            back += left == 0
-        return back
+    def leave(self, slots: np.ndarray) -> Iterator[int]:
+        """For each of these slots, pages that come back when it is freed, too. A slot has left once its
+        number is asked for, and leaves once.
+
+        slots: int64 [S].
+        """
+        for first in range(0, len(slots), _BLOCK):
+            yield from self._leave(slots[first : first + _BLOCK])
+
+    def _leave(self, slots: np.ndarray) -> Iterator[int]:
+        tables = self._tables
+        counts = tables.num_used[slots].tolist()
+        owners, staying, most = self._owners, self._staying, self._most
+        if owners is None:
+            yield from counts
+            return
+        heads = tables.tables[:, : min(max(counts), _HEAD)][slots].tolist()
+        for row, (count, head) in enumerate(zip(counts, heads, strict=True)):
+            # Whoever holds a page holds those before it: behind one's own there is none that others hold.
+            pages = head if count <= _HEAD or owners[head[-1]] == 1 else tables.pages_of(slots.item(row))
+            for page in pages[:count]:
+                if (held := owners[page]) == 1:
+                    break
+                if held <= most:
+                    held = staying[page] = staying.get(page, held) - 1
+                count -= held > 0
+            yield count

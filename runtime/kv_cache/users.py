@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -99,7 +100,9 @@ class SlotState:
     own: list[PageNode] = field(default_factory=list)
     may_store: bool = True
 
-    def retention_of(self, first_token: int) -> Retention | None:
-        """What the request says about its page that begins with that token."""
+    def retentions(self, first_tokens: Sequence[int]) -> Sequence[Retention | None]:
+        """What the request says about each of its pages that begin with these tokens."""
         config = self.user.retention
-        return None if config is None else config.of_page(first_token, self.prompt_tokens)
+        if config is None:
+            return (None,) * len(first_tokens)
+        return [config.of_page(first, self.prompt_tokens) for first in first_tokens]

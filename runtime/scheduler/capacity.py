@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -59,8 +58,7 @@ class HoldCause(StrEnum):
     WEIGHTS = "weights"
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """The head of the queue was not admitted. Those behind it wait for their turn.
 
     `needed` and `available` are slots, pages, or (BATCH, WEIGHTS) the requests that still hold a slot and 0.
@@ -138,14 +136,15 @@ class CapacityScheduler:
         return f"{tokens} need {size}; the pool has {self.num_pages}"
 
     def admit(
-        self, waiting: WaitingQueue, running: Running, kv_cache: KvCache
+        self, waiting: WaitingQueue, running: Running, kv_cache: KvCache, *, is_heard: bool = True
     ) -> tuple[list[tuple[Request, Admission]], Held | None]:
         """Take requests from the front of `waiting` while they fit.
 
         A page of the prefix cache that others hold costs a request nothing; those that nobody holds count
         as free until it takes them, which it does here.
 
-        Returns the admitted ones, whose `slot` is set, and why the next one is not among them.
+        Returns the admitted ones, whose `slot` is set, and why the next one is not among them; None in place
+        of the reason where nobody hears it (`is_heard`) and finding it would take a search.
         """
         admitted: list[tuple[Request, Admission]] = []
         request = waiting.first()
@@ -159,7 +158,11 @@ class CapacityScheduler:
             if not self._free_slots:
                 return admitted, self._held(request, HoldCause.SLOTS, self.max_batch_size, 0)
             if available is None:
-                available = self.available_pages(running, kv_cache)
+                # Without a free page nobody is admitted, whatever those that run still need.
+                has_free = kv_cache.num_free > 0
+                if not has_free and not is_heard:
+                    return admitted, None
+                available = self.available_pages(running, kv_cache) if has_free else 0
             ids, cache = request.context_token_ids, request.cache
             pages = kv_cache.ask(ids, cache.user, self._needed_pages(request), available)
             if not pages.fits:

@@ -50,6 +50,7 @@ class MicroBatchScheduler:
             # More than any prompt has stands for no limit.
             chunk_tokens = tokens_per_page if policy is ChunkingPolicy.FORCE_CHUNK else _UNLIMITED
         self._chunking = Chunking(policy, min(chunk_tokens, _UNLIMITED), tokens_per_page)
+        self._true = np.ones(0, bool)
         self._codes = tuple(CONTEXT_REASONS.index(reason) for reason in _CUT[policy])
 
     def plan(self, step: int, running: Running) -> StepPlan:
@@ -62,30 +63,33 @@ class MicroBatchScheduler:
             return self._all_generate(step, running, slots, starts)
         # From here on requests are places in `slots`, so that those with rows are picked out once at last.
         context = others.nonzero()[0]
-        reads = starts[context] < running.context_tokens[slots[context]]
+        rest = running.context_tokens[slots[context]] - starts[context]
         left_out: list[tuple[Reason, np.ndarray]] = []
+        reads = rest > 0
         if np.count_nonzero(reads) < len(context):
             left_out.append((Reason.ALL_PLANNED, slots[context[~reads]]))
-            context = context[reads]
-        generation = (~others).nonzero()[0]
-        kept = self._reserved(step, running, slots[context], generation)
-        generation = self._in_turn(running, slots, generation, self.max_num_tokens - kept, left_out)
+            context, rest = context[reads], rest[reads]
+        generation = np.logical_not(others, out=others).nonzero()[0]
+        if len(generation) >= self.max_num_tokens:
+            kept = self._reserved(step, running, slots[context])
+            generation = self._in_turn(running, slots, generation, self.max_num_tokens - kept, left_out)
         budget = self.max_num_tokens - len(generation)
         if len(context) == 0 or budget == 0:
             if len(context):
                 left_out.append((Reason.NO_BUDGET, slots[context]))
             starts = starts[generation]
-            return _plan(step, running, slots[generation], starts, starts + _ONE, left_out)
-        sizes, codes = self._fill(running, slots[context], starts[context], budget)
-        if np.count_nonzero(sizes) < len(sizes):
+            return self._plan(step, running, slots[generation], starts, starts + _ONE, left_out)
+        sizes, codes = self._fill(running, slots[context], starts[context], rest, budget)
+        if sizes is not rest and np.count_nonzero(sizes) < len(sizes):
             served = sizes > 0
             left_out.append((Reason.NO_BUDGET, slots[context[~served]]))
             context, sizes, codes = context[served], sizes[served], codes[served]
         rows = np.concatenate((context, generation))
         starts = starts[rows]
         ends = starts + _ONE
-        ends[: len(sizes)] += sizes - _ONE
-        return _plan(step, running, slots[rows], starts, ends, left_out, codes)
+        count = len(sizes)
+        np.add(starts[:count], sizes, out=ends[:count])
+        return self._plan(step, running, slots[rows], starts, ends, left_out, codes)
 
     def _all_generate(self, step: int, running: Running, slots: np.ndarray, starts: np.ndarray) -> StepPlan:
         left_out: list[tuple[Reason, np.ndarray]] = []
@@ -93,7 +97,7 @@ class MicroBatchScheduler:
             places = np.arange(len(slots))
             places = self._in_turn(running, slots, places, self.max_num_tokens, left_out)
             slots, starts = slots[places], starts[places]
-        return _plan(step, running, slots, starts, starts + _ONE, left_out)
+        return self._plan(step, running, slots, starts, starts + _ONE, left_out)
 
     def _in_turn(
         self,
@@ -111,9 +115,9 @@ class MicroBatchScheduler:
         chosen: np.ndarray = places[np.sort(turn[:room])]
         return chosen
 
-    def _reserved(self, step: int, running: Running, context: np.ndarray, generation: np.ndarray) -> int:
+    def _reserved(self, step: int, running: Running, context: np.ndarray) -> int:
         """Rows kept for context although generation could take them."""
-        if len(context) == 0 or len(generation) < self.max_num_tokens:
+        if len(context) == 0:
             return 0
         if self.max_num_tokens > 1:
             return 1
@@ -121,10 +125,10 @@ class MicroBatchScheduler:
         return int(running.last_step[context].max() < step - 1)
 
     def _fill(
-        self, running: Running, context: np.ndarray, starts: np.ndarray, budget: int
+        self, running: Running, context: np.ndarray, starts: np.ndarray, rest: np.ndarray, budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [C] tokens of each request in context, and int8 [C] why so many."""
-        rest = running.context_tokens[context] - starts
+        """int32 [C] tokens of each request in context, `rest` itself where it gets all of that, and int8 [C]
+        why so many."""
         sizes, wanted = self._chunking.sizes(starts, rest, lambda: running.last_step[context], budget)
         if sizes is rest:
             return sizes, np.zeros(len(sizes), np.int8)  # LAST_CHUNK
@@ -132,17 +136,26 @@ class MicroBatchScheduler:
         codes = np.where(sizes == wanted, as_large_as_can_be, smaller)
         return sizes, np.where(sizes == rest, LAST_CHUNK, codes).astype(np.int8)
 
+    def _plan(
+        self,
+        step: int,
+        running: Running,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        left_out: list[tuple[Reason, np.ndarray]],
+        codes: np.ndarray = _NO_CODES,
+    ) -> StepPlan:
+        if len(codes) and np.count_nonzero(codes):  # somebody's context goes on after the step
+            samples = np.ones(len(slots), bool)
+            np.equal(codes, LAST_CHUNK, out=samples[: len(codes)])
+        else:
+            samples = self._all_sample(len(slots))
+        return StepPlan(step, running.names_by_slot(), slots, starts, ends, samples, codes, tuple(left_out))
 
-def _plan(
-    step: int,
-    running: Running,
-    slots: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    left_out: list[tuple[Reason, np.ndarray]],
-    codes: np.ndarray = _NO_CODES,
-) -> StepPlan:
-    samples = np.ones(len(slots), bool)
-    if len(codes):
-        samples[: len(codes)] = codes == LAST_CHUNK
-    return StepPlan(step, running.names_by_slot(), slots, starts, ends, samples, codes, tuple(left_out))
+    def _all_sample(self, count: int) -> np.ndarray:
+        """bool [count]: True throughout, to read."""
+        if len(self._true) < count:
+            self._true = np.ones(2 * count, bool)
+            self._true.flags.writeable = False
+        return self._true[:count]

@@ -102,13 +102,14 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.context_rows + self.num_sequences - self.num_context
+        count = len(self.slots)
+        return self.context_rows + count - self.num_context if len(self.context_codes) else count
 
-    @cached_property
+    @property
     def context_rows(self) -> int:
         """Rows of context: generation has one a sequence."""
         count = self.num_context
-        return int((self.ends[:count] - self.starts[:count]).sum()) if count else 0
+        return int(np.add.reduce(self.ends[:count] - self.starts[:count])) if count else 0
 
     @property
     def sampled_slots(self) -> np.ndarray:

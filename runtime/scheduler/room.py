@@ -7,7 +7,8 @@ newest first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ def lacking_pages(plan: StepPlan, kv_cache: KvCache) -> LackingRows | None:
 
 
 def slots_to_pause(
-    plan: StepPlan, lacking: LackingRows, running: Running, kv_cache: KvCache, draining: Iterable[int]
+    plan: StepPlan, lacking: LackingRows, running: Running, kv_cache: KvCache, draining: Sequence[int]
 ) -> np.ndarray:
     """int64: slots of the fewest requests whose pause gives the others their pages; newest first, by rank.
 
@@ -52,23 +53,26 @@ def slots_to_pause(
         draining: slots of requests that have ended or were paused, and that only wait for a step.
     """
     # Who is about to end brings its pages back without being paused.
-    ending = set(plan.slots_left_out(Reason.ALL_PLANNED).tolist())
-    departures = kv_cache.departures()
+    ending = plan.slots_left_out(Reason.ALL_PLANNED)
+    order = running.order
+    departures = kv_cache.departures(len(draining) + len(order) - 1)  # the first by rank stays
     given = kv_cache.num_free + kv_cache.retired_pages
-    for slot in (*draining, *ending):
-        given += departures.leave(slot)
+    for leaving in (draining, ending):
+        if len(leaving):
+            given += sum(departures.leave(np.asarray(leaving, np.int64)))
     need = dict(zip(plan.slots[lacking.rows].tolist(), lacking.pages.tolist(), strict=True))
-    needed, order = lacking.total, running.order
-    staying, paused = len(order) - len(ending), []
-    for slot in map(int, order[::-1]):
-        if needed <= given or staying <= 1:
-            break
-        if slot not in ending:
-            paused.append(slot)
-            staying -= 1
-            given += departures.leave(slot)
-            needed -= need.get(slot, 0)
-    return np.array(paused, np.int64)
+    needed, newest_first = lacking.total, order[::-1]
+    if len(ending):
+        stays = np.ones(len(running.planned), bool)
+        stays[ending] = False
+        newest_first = newest_first[stays[newest_first]]
+    paused, most = 0, len(newest_first) - 1
+    back = departures.leave(newest_first)
+    while needed > given and paused < most:
+        given += next(back)
+        needed -= need.get(newest_first.item(paused), 0)
+        paused += 1
+    return newest_first[:paused].copy()
 
 
 def fit_to_pages(plan: StepPlan, lacking: LackingRows, running: Running, kv_cache: KvCache) -> StepPlan:
@@ -81,8 +85,11 @@ def fit_to_pages(plan: StepPlan, lacking: LackingRows, running: Running, kv_cach
     if plan.num_context:  # it stands before generation, whoever is older
         turn = running.turns(plan.slots[rows])
         rows, pages = rows[turn], pages[turn]
-    waiting = rows[pages.cumsum(dtype=np.int32) > kv_cache.num_free]
-    waiting.sort()
+    free = kv_cache.num_free
+    sums = accumulate(pages.tolist())
+    waiting = np.array(
+        sorted(row for row, sum_ in zip(rows.tolist(), sums, strict=True) if sum_ > free), np.int64
+    )
     kept[waiting] = False
     left_out = [(reason, left[running.planned[left]]) for reason, left in plan.left_out]
     return plan.only(kept.nonzero()[0], (*left_out, (Reason.NO_PAGES, plan.slots[waiting])))

@@ -26,7 +26,7 @@ class Running:
 
     Attributes ([num_slots]; a row of a slot that nobody ever had means nothing):
         context_tokens: tokens it reads before it samples: its prompt, and what it had when paused.
-        max_tokens, worst_case_tokens: the request's, fixed.
+        prompt_tokens, max_tokens, worst_case_tokens: the request's, fixed.
         cached_tokens: tokens in the KV cache after all submitted steps.
         turn_tokens: cached tokens from which on it does not simply generate: 0 while it reads context, then
             the number with which its last token has been planned.
@@ -47,6 +47,7 @@ class Running:
             return np.zeros(num_slots, np.int32)
 
         self.context_tokens, self.max_tokens, self.worst_case_tokens = numbers(), numbers(), numbers()
+        self.prompt_tokens = numbers()
         self.cached_tokens, self.turn_tokens, self.output_tokens = numbers(), numbers(), numbers()
         self.resumed_tokens = numbers()
         self.last_step = np.full(num_slots, -1, np.int64)
@@ -60,7 +61,7 @@ class Running:
         self._names_are_shared = False
         self._by_id: dict[str, Request] = {}
         self._order = np.zeros(0, np.int64)
-        self._ranks = np.zeros((2, num_slots), np.int64)  # arrival, and number among equals
+        self._arrivals, self._numbers = (np.zeros(num_slots, np.int64) for _ in range(2))  # their ranks
         self._came: list[int] = []  # slots that are not in the array yet
         self._came_in_order = True  # each after all others by rank
         self._last_rank = (-(2**62), -1)  # nobody in the order or on the way there has a higher one
@@ -93,8 +94,7 @@ class Running:
 
     def turns(self, slots: np.ndarray) -> np.ndarray:
         """int64 [B]: indices into `slots` that put them in the order of their ranks."""
-        arrivals, numbers = self._ranks[:, slots]
-        turns: np.ndarray = np.lexsort((numbers, arrivals))
+        turns: np.ndarray = np.lexsort((self._numbers[slots], self._arrivals[slots]))
         return turns
 
     def names_by_slot(self) -> Sequence[str]:
@@ -106,15 +106,22 @@ class Running:
     def planned_tokens(self, slots: np.ndarray) -> np.ndarray:
         """int32 [B]: output tokens sampled by all submitted steps."""
         cached = self.cached_tokens[slots]
-        prompts = self.worst_case_tokens[slots] - self.max_tokens[slots]
         in_context = cached < self.context_tokens[slots]
-        planned: np.ndarray = np.where(in_context, self.resumed_tokens[slots], cached - prompts + 1)
+        output = cached - self.prompt_tokens[slots] + 1
+        planned: np.ndarray = np.where(in_context, self.resumed_tokens[slots], output)
         return planned
 
     def request(self, slot: int) -> Request:
         """Who runs in the slot."""
         found = self.requests[slot]
         assert found is not None, f"nobody runs in slot {slot}"
+        return found
+
+    def requests_in(self, slots: np.ndarray) -> list[Request]:
+        """[B]: the same for several slots."""
+        requests = self.requests
+        found = [request for slot in slots.tolist() if (request := requests[slot]) is not None]
+        assert len(found) == len(slots), "nobody runs in some slot"
         return found
 
     def add(self, request: Request) -> None:
@@ -124,6 +131,7 @@ class Running:
             self._order = self.order  # the slot may have been that of one who left: not twice
         self.context_tokens[slot], self.max_tokens[slot] = request.context_tokens, request.max_tokens
         self.worst_case_tokens[slot] = request.worst_case_tokens
+        self.prompt_tokens[slot] = request.prompt_tokens
         self.cached_tokens[slot] = request.cache.attached_tokens
         self.turn_tokens[slot] = 0
         self.resumed_tokens[slot] = self.output_tokens[slot] = had
@@ -137,37 +145,42 @@ class Running:
         if self._names_are_shared:
             self._names, self._names_are_shared = self._names.copy(), False
         self._names[slot] = request.request_id
-        self._ranks[:, slot] = request.rank
+        self._arrivals[slot], self._numbers[slot] = request.rank
         self._came.append(slot)
         if request.rank > self._last_rank:
             self._last_rank = request.rank
         else:
             self._came_in_order = False
-        self._count_ending_ids(request, 1)
+        if request.ending_ids:
+            self._count_ending_ids(request, 1)
 
     def advance(self, plan: StepPlan) -> None:
         """The step was planned for good: its tokens count as cached."""
         self.cached_tokens[plan.slots] = plan.ends
         if plan.num_context:
-            done = plan.slots[: plan.num_context][plan.samples[: plan.num_context]]
+            done = plan.slots[: plan.num_context]
+            if np.count_nonzero(plan.context_codes):
+                done = done[plan.samples[: plan.num_context]]
             self.turn_tokens[done] = self.worst_case_tokens[done] - 1
 
     def remove(self, request: Request) -> None:
         """A running request has ended or given up its slot; nothing happens for one that never ran."""
         if self._by_id.pop(request.request_id, None) is not None:
-            self.alive[request.slot] = False
-            self.requests[request.slot] = None
-            self.pause(request.slot)
-            self._count_ending_ids(request, -1)
+            slot = request.slot
+            self.alive[slot] = self.planned[slot] = False
+            self.requests[slot], self._some_left = None, True
+            if request.ending_ids:
+                self._count_ending_ids(request, -1)
 
-    def pause(self, slots: np.ndarray | int) -> None:
+    def pause(self, slots: np.ndarray) -> None:
         """They take part in no further step. They may be in one whose ids are still to be read."""
         self.planned[slots] = False
         self._some_left = True
 
     def has_sampled(self, slot: int) -> bool:
         """A token has been read for the slot's request since it was admitted."""
-        return bool(self.output_tokens[slot] > self.resumed_tokens[slot])
+        sampled: bool = self.output_tokens.item(slot) > self.resumed_tokens.item(slot)
+        return sampled
 
     def have_sampled(self, slots: np.ndarray) -> np.ndarray:
         """bool [S]: the same for several slots."""
@@ -177,8 +190,7 @@ class Running:
     def known_tokens(self, slots: np.ndarray) -> np.ndarray:
         """int32 [S]: prompt and ids read but for the last one, which has not been, or may not have
         been, in a step that was read. Of those that have sampled since they were admitted."""
-        prompts = self.worst_case_tokens[slots] - self.max_tokens[slots]
-        known: np.ndarray = prompts + self.output_tokens[slots] - 1
+        known: np.ndarray = self.prompt_tokens[slots] + self.output_tokens[slots] - 1
         return known
 
     def append(self, slots: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
@@ -198,17 +210,18 @@ class Running:
 
     def ids_from(self, slot: int, start: int) -> list[int]:
         """The ids read for a slot, without the first `start`."""
-        ids: list[int] = self.output_ids[slot, start : self.output_tokens[slot]].tolist()
+        ids: list[int] = self.output_ids[slot, start : self.output_tokens.item(slot)].tolist()
         return ids
 
     def token_ids(self, request: Request, start: int, end: int) -> np.ndarray:
         """int32: prompt and ids read, at these positions."""
         prompt, output = request.prompt_token_ids, self.output_ids[request.slot]
-        if end <= len(prompt):
+        count = len(prompt)
+        if end <= count:
             return prompt[start:end]
-        if start >= len(prompt):
-            return output[start - len(prompt) : end - len(prompt)]
-        return np.concatenate([prompt[start:], output[: end - len(prompt)]])
+        if start >= count:
+            return output[start - count : end - count]
+        return np.concatenate((prompt[start:], output[: end - count]))
 
     def looked_at(self, request: Request) -> None:
         """The request's newest token has been dealt with and did not end it."""

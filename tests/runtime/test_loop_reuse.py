@@ -339,6 +339,27 @@ def test_without_reuse_nothing_is_kept(fakes: SimpleNamespace) -> None:
     assert rig.executor.copies == []
 
 
+@pytest.mark.parametrize("running", [8, 9, 20])
+def test_contexts_of_few_and_of_many_are_stored_before_an_admission(
+    fakes: SimpleNamespace, running: int
+) -> None:
+    rig = fakes.make_rig(num_pages=100, max_batch_size=running + 1, max_num_tokens=200)
+    prompts = [[1 + i % 20, 2 + i // 20, 3, 4, 5] for i in range(running)]
+    for prompt in prompts:
+        rig.add(prompt, 9, eos=frozenset())
+    for _ in range(2):
+        rig.loop.step()  # their first tokens have been read
+    assert rig.loop.kv_cache.stats().stored_pages == 0
+    assert rig.loop.kv_cache.unstored_slots().tolist() == list(range(running))
+    rig.add(prompts[-1], 9, eos=frozenset())
+    rig.loop.step()
+    assert rig.loop.kv_cache.stats().stored_pages == running
+    assert rig.loop.kv_cache.unstored_slots().tolist() == [running], "the one that has just come"
+    assert rig.requests[f"r{running}"].cache.cached_tokens == 4
+    rig.run()
+    assert not rig.loop.kv_cache.any_unstored
+
+
 def test_a_waiting_request_is_searched_for_once(
     fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

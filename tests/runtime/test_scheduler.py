@@ -14,7 +14,7 @@ from tapeout.plugins.sample.params import SamplingParams
 from tapeout.runtime.engine.manifest import Limits
 from tapeout.runtime.kv_budget import plan_kv_pool
 from tapeout.runtime.kv_cache import KvCache
-from tapeout.runtime.scheduler.capacity import CapacityScheduler
+from tapeout.runtime.scheduler.capacity import CapacityScheduler, HoldCause
 from tapeout.runtime.scheduler.microbatch import MicroBatchScheduler
 from tapeout.runtime.scheduler.plan import Reason
 from tapeout.runtime.scheduler.policies import CapacityPolicy
@@ -128,6 +128,23 @@ def test_max_utilization_admits_on_present_need() -> None:
     assert held.reason() == (
         "waiting: present need 1 pages, 0 free beyond the present need of those that run"
     )
+
+
+def test_no_reason_is_looked_for_where_nobody_hears_it() -> None:
+    """Without a free page nobody is admitted; what the request would need takes a search."""
+    scheduler = CapacityScheduler(
+        num_pages=4, tokens_per_page=4, max_batch_size=8, policy=CapacityPolicy.MAX_UTILIZATION
+    )
+    kv_cache = cache(4)
+    kv_cache.grow(np.array([7]), np.array([16], np.int32))
+    queue = queue_of([request("a", 6, 9)])
+    admitted, held = scheduler.admit(queue, running_of(), kv_cache, is_heard=True)
+    assert held is not None
+    assert (admitted, held.cause, held.needed, held.available) == ([], HoldCause.PAGES, 3, 0)
+    assert scheduler.admit(queue, running_of(), kv_cache, is_heard=False) == ([], None)
+    kv_cache.free(7)
+    admitted, held = scheduler.admit(queue, running_of(), kv_cache, is_heard=False)
+    assert ([r.request_id for r, _ in admitted], held) == (["a"], None)
 
 
 def test_a_static_batch_admits_nobody_while_a_slot_is_taken() -> None:

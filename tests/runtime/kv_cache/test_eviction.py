@@ -147,11 +147,12 @@ def test_pages_of_running_requests_are_no_victims() -> None:
         kv._cache.allocate(4)
     other = kv.ask(ids, CacheUser(), 4, kv.uncommitted_pages(4))
     assert (other.needed, other.available) == (1, 2), "three of its four pages are held already"
-    assert kv.departures().leave(1) == 3
+    first = np.array([1])
+    assert list(kv.departures(3).leave(first)) == [3]
     kv.attach(2, ids, CacheUser(), other.match)
-    assert kv.departures().leave(1) == 0, "the other holds them, too"
-    departures = kv.departures()
-    assert [departures.leave(slot) for slot in (3, 2, 1)] == [0, 0, 3]
+    assert list(kv.departures(3).leave(first)) == [0], "the other holds them, too"
+    departures = kv.departures(3)
+    assert list(departures.leave(np.array([3, 2, 1]))) == [0, 0, 3]
     rows, missing = kv.lacking_pages(np.array([2, 1, 3]), np.array([12, 13, 5]))
     assert (rows.tolist(), missing.tolist()) == ([1, 2], [1, 2])
 
@@ -272,7 +273,7 @@ def evict_us(num_pages: int) -> float:
     cache = kv._cache
     for page in cache.allocate(num_pages):
         ids = np.array([page, page >> 3, 1, 2], np.int32)
-        cache.store(cache.tree.root(Namespace()), ids.tobytes(), page, None, "a")
+        cache.store(cache.tree.root(Namespace()), [ids.tobytes()], [page], [None], "a")
         cache.release([page])
     assert kv.stats().device_pages == kv.num_free == num_pages
     best = float("inf")

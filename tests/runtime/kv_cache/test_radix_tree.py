@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapeout.runtime.kv_cache import CacheUser, KvCache, PrefixCacheOptions, radix_tree
-from tapeout.runtime.kv_cache.radix_tree import Namespace, RadixTree
+from tapeout.runtime.kv_cache import NO_PAGE, CacheUser, KvCache, PrefixCacheOptions, radix_tree
+from tapeout.runtime.kv_cache.radix_tree import Namespace, PageNode, RadixTree
 
 PER_PAGE = 3
 IDS = st.lists(st.sampled_from([0, 1, 256, 2**31 - 1]), max_size=10)
@@ -43,6 +45,55 @@ def test_the_longest_prefix_is_found(stored: list[list[int]], wanted: list[int],
         assert partial.node.parent is (path[-1] if path else tree.root(NAMESPACE))
         assert list(partial.node.token_ids[: partial.num_tokens]) == wanted[len(path) * PER_PAGE : best]
     assert tree.find(NAMESPACE._replace(salt="x"), array, most) == []
+
+
+@given(before=st.lists(IDS, max_size=6), after=st.lists(IDS, max_size=6), wanted=IDS, data=st.data())
+def test_a_search_goes_on_where_it_ended(
+    before: list[list[int]], after: list[list[int]], wanted: list[int], data: st.DataObject
+) -> None:
+    """Pages have come and gone since."""
+    tree, array = RadixTree(PER_PAGE), np.array(wanted, np.int32)
+    for ids in [*before, wanted]:
+        put(tree, NAMESPACE, ids)
+    known = tree.find(NAMESPACE, array, len(wanted))
+    was_known = list(known)
+    leaves = [node for node in tree.nodes() if not node.children]
+    for node in data.draw(st.lists(st.sampled_from(leaves), unique=True)) if leaves else []:
+        path = [node]
+        while len(path[-1].parent.children) == 1 and path[-1].parent.parent and data.draw(st.booleans()):
+            path.append(path[-1].parent)
+        for gone in path:
+            gone.page = NO_PAGE
+        count = tree.num_nodes
+        tree.remove_path(path)
+        assert tree.num_nodes == count - len(path) == len(list(tree.nodes()))
+    for ids in after:
+        put(tree, NAMESPACE, ids)
+    assert tree.find(NAMESPACE, array, len(wanted), known) == tree.find(NAMESPACE, array, len(wanted))
+    assert known == was_known, "what was found belongs to whoever asked"
+
+
+@given(stored=st.lists(IDS, max_size=4), ids=IDS.filter(lambda ids: len(ids) >= PER_PAGE))
+def test_a_path_enters_as_its_pages_would_one_by_one(stored: list[list[int]], ids: list[int]) -> None:
+    one_by_one, together = RadixTree(PER_PAGE), RadixTree(PER_PAGE)
+    for tree in (one_by_one, together):
+        for other in stored:
+            put(tree, NAMESPACE, other)
+    put(one_by_one, NAMESPACE, ids)
+    known = together.find(NAMESPACE, np.array(ids, np.int32), len(ids))
+    starts = range(len(known) * PER_PAGE, len(ids) // PER_PAGE * PER_PAGE, PER_PAGE)
+    if starts:
+        parent = known[-1] if known else together.root(NAMESPACE)
+        keys = [np.array(ids[start : start + PER_PAGE], np.int32).tobytes() for start in starts]
+        together.insert_path(parent, keys, list(starts))
+    assert shape(one_by_one.root(NAMESPACE)) == shape(together.root(NAMESPACE))
+    assert one_by_one.num_nodes == together.num_nodes
+
+
+def shape(node: PageNode) -> Any:
+    """All that a tree is below a node."""
+    below = {key: shape(child) for key, child in node.children.items()}
+    return node.key, node.page, node.device_children, node.sorted_keys, below
 
 
 @given(stored=st.lists(st.tuples(st.sampled_from("ab"), IDS), max_size=8))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tapeout.runtime.kv_cache import NO_PAGE, KvCache, PagePool
+from tapeout.runtime.kv_cache.tables import Departures, PageTables
 
 NUM_PAGES, PER_PAGE, SLOTS, MAX_SEQ = 12, 4, 3, 32
 
@@ -89,8 +92,9 @@ def test_misuse_is_an_error() -> None:
 def test_only_idle_pages_are_dropped_together() -> None:
     pool = PagePool(3)
     idle, held, plain = pool.allocate(3)
-    pool.keep(idle)
-    pool.keep(held)
+    pool.keep([idle, held])
+    with pytest.raises(RuntimeError, match=f"page {held} is free or kept already"):
+        pool.keep([held])
     pool.release([idle, plain])
     for page in (held, plain):
         with pytest.raises(RuntimeError, match=f"page {page} is not idle"):
@@ -99,3 +103,40 @@ def test_only_idle_pages_are_dropped_together() -> None:
     pool.drop_idle([idle])
     assert (pool.num_blank, pool.num_idle, pool.is_kept(idle)) == (2, 0, False)
     assert pool.allocate(1) == [idle], "the one freed last"
+
+
+def test_a_table_holds_no_more_than_the_longest_sequence() -> None:
+    cache = KvCache(num_pages=NUM_PAGES, tokens_per_page=PER_PAGE, num_slots=SLOTS, max_seq_len=MAX_SEQ)
+    with pytest.raises(RuntimeError, match="slot 2 needs 9 pages, its table holds 8"):
+        cache.grow(np.array([0, 2]), np.array([4, MAX_SEQ + 1], np.int32))
+    assert cache.num_used == 0
+
+
+@given(data=st.data(), slots=st.integers(1, 80), width=st.sampled_from([3, 16, 17, 40]))
+@settings(max_examples=60, deadline=None)
+def test_pages_come_back_with_the_last_who_holds_them(data: st.DataObject, slots: int, width: int) -> None:
+    """Against counting owners page by page; who holds a page of a path holds those before it."""
+    tables = PageTables(tokens_per_page=1, num_slots=slots, max_seq_len=width)
+    stems = [list(range(first, first + width)) for first in (0, width)]
+    owners, blank = Counter[int](), 2 * width
+    rand = data.draw(st.randoms(use_true_random=False))
+    for slot in range(slots):
+        shared, own = rand.randint(0, width), rand.randint(0, 3)
+        pages = rand.choice(stems)[:shared]
+        pages += range(blank, blank + min(own, width - len(pages)))
+        blank += own
+        tables.begin(slot, pages)
+        owners.update(pages)
+    owners.update(rand.choice(stems)[: rand.randint(0, width)])  # a pin
+    order = rand.sample(range(slots), rand.randint(0, slots))
+    departures = Departures(tables, [owners[page] for page in range(blank)], len(order))
+    stop = rand.randint(0, len(order))  # in two turns, of which the first asks for fewer than it names
+    first = departures.leave(np.array(order[: stop + 2], np.int64))
+    back = [next(first) for _ in range(stop)]
+    back += departures.leave(np.array(order[stop:], np.int64))
+    expected = []
+    for slot in order:
+        left = tables.pages_of(slot)
+        owners.subtract(left)
+        expected.append(sum(owners[page] == 0 for page in left))
+    assert back == expected
