@@ -43,7 +43,8 @@ class Generation:
                     )
                 )
             except UsageError as error:
-                problems += _numbered(error, number, len(requests))
+                label = f"prompt {number}" if len(requests) > 1 else "prompt"
+                problems += _labelled(error, request.place or label)
         if problems:
             raise UsageError(
                 "\n".join(problems), hint="nothing was run; `tapeout inspect ENGINE` shows its limits"
@@ -70,11 +71,10 @@ def _prompt(llm: LLM, request: Request) -> Any:
     return request.prompt
 
 
-def _numbered(error: UsageError, number: int, count: int) -> list[str]:
-    """The lines of an error about a single prompt, which the LLM calls prompt 0, under its own number."""
+def _labelled(error: UsageError, label: str) -> list[str]:
+    """The lines of an error about a single prompt, which the LLM calls prompt 0, under `label`."""
     lines = [line.strip() for line in error.message.splitlines() if not line.endswith(":")]
-    label = f"prompt {number}: " if count > 1 else "prompt: "
-    return [label + line.removeprefix("prompt 0: ") for line in lines]
+    return [f"{label}: " + line.removeprefix("prompt 0: ") for line in lines]
 
 
 def _joined(before: RequestOutput, delta: RequestOutput) -> RequestOutput:

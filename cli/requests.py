@@ -33,7 +33,7 @@ class Request:
 
     Exactly one of `prompt`, `messages` and `prompt_token_ids` is set. `id` is the user's name for
     it, repeated in the result. Of larger `priority` is served earlier. `cache` holds its `cache_salt` and
-    `kv_cache_retention_config`.
+    `kv_cache_retention_config`. `place` is the file and line it came from, for errors.
     """
 
     params: SamplingParams
@@ -43,6 +43,7 @@ class Request:
     prompt_token_ids: tuple[int, ...] | None = None
     priority: int = 0
     cache: Mapping[str, Any] = field(default_factory=dict)
+    place: str | None = None
 
     def with_cache(self, cache: Mapping[str, Any]) -> Request:
         """With these things said to the prefix cache, where it says nothing else."""
@@ -112,7 +113,7 @@ def requests_from_jsonl(text: str, name: str, style: ChatStyle, make: MakeParams
         if not line.strip():
             continue
         try:
-            requests.append(_from_line(line, style, make))
+            requests.append(replace(_from_line(line, style, make), place=f"{name}:{number}"))
         except UsageError as error:
             # A line that ends in a colon introduces those after it; here the line number does.
             parts = [part.strip() for part in error.message.splitlines() if not part.endswith(":")]

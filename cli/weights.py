@@ -34,9 +34,10 @@ def command(
     directory, all weight files that its engines share and --target and --precision leave.
 
     MODEL is the checkpoint that ENGINE was built from: a Hugging Face directory, a hub id or a .gguf
-    file. Another one is refused, with all tensors that do not fit. The file is the one the build wrote,
-    byte for byte; neither torch nor transformers is needed (pip install 'tapeout[weights]', and
-    'tapeout[gguf]' for a .gguf file).
+    file. Another one is refused, with all tensors that do not fit. Where the right file is there already
+    it is kept, and MODEL's values are not compared. The file is the one the build wrote, byte for byte;
+    neither torch nor transformers is needed (pip install 'tapeout[weights]', and 'tapeout[gguf]' for a
+    .gguf file).
 
     \b
     tapeout weights model.engine ./checkpoint

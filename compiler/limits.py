@@ -63,13 +63,15 @@ def resolve_limits(options: BuildOptions, config: Any) -> Limits:
         max_seq_len=options.max_seq_len or min(most, DEFAULT_MAX_SEQ_LEN),
         tokens_per_page=options.tokens_per_page,
     )
-    problems = []
+    problems, hints = [], []
     if limits.max_seq_len > most:
+        hints.append(f"--max-seq-len is at most {most} for this model")
         problems.append(f"max_seq_len: {limits.max_seq_len} is more than the model's {most} positions")
     if limits.max_num_tokens < limits.max_batch_size:
+        hints.append("lower --max-batch-size or raise --max-num-tokens")
         problems.append(
             f"max_num_tokens: {limits.max_num_tokens} is less than max_batch_size {limits.max_batch_size}"
         )
     if problems:
-        raise UsageError("\n".join(problems), hint="lower the first or raise the second")
+        raise UsageError("\n".join(problems), hint="; ".join(hints))
     return limits

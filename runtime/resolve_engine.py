@@ -105,6 +105,6 @@ def _check_no_choice(path: Path, target: str | None, precision: str | None) -> N
     given = [f"--{name} {value}" for name, value in (("target", target), ("precision", precision)) if value]
     if given:
         raise UsageError(
-            f"{' and '.join(given)} choose among the engines of a set, {path} is one engine",
-            hint="leave them out, or name the directory of an engine set",
+            f"{' and '.join(given)}: expected with an engine set, but {path} is one engine",
+            hint="leave it out, or name the directory of an engine set",
         )

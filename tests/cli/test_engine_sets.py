@@ -103,7 +103,7 @@ def test_target_and_precision_are_refused_where_nothing_is_chosen(alphabet: Path
             args = () if name == "bench" else rest
             result = invoke(name, *where, *args, option, value)
             assert result.exit_code == 2, result.stderr
-            assert f"{option} {value} choose among the engines of a set" in result.stderr
+            assert f"{option} {value}: expected with an engine set" in result.stderr
 
 
 @pytest.mark.parametrize("change", [None, b"", b"another build"])

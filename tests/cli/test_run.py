@@ -210,6 +210,16 @@ def test_bad_usage(run: Callable[..., Result], args: list[str], expected: str) -
     assert result.stdout == ""
 
 
+def test_a_line_that_the_engine_cannot_run_is_named_by_its_place(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text('{"prompt": "a"}\n\n' + json.dumps({"prompt": "a" * 256}) + "\n", "utf-8")
+    result = run("--input", str(lines))
+    assert result.exit_code == 2
+    assert f"{lines}:3: it has 256 tokens" in result.stderr
+
+
 def test_bad_lines_stop_everything(run: Callable[..., Result], tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     stdin = '{"prompt": "x"}\n{"prompt": "y", "temprature": 1}\n{}\n'

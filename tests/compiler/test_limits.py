@@ -51,7 +51,9 @@ def test_every_bad_limit_is_listed() -> None:
         "max_seq_len: 4096 is more than the model's 2048 positions",
         "max_num_tokens: 4 is less than max_batch_size 8",
     ]
-    assert caught.value.hint is not None
+    assert caught.value.hint == (
+        "--max-seq-len is at most 2048 for this model; lower --max-batch-size or raise --max-num-tokens"
+    )
 
 
 @pytest.mark.parametrize(
