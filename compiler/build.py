@@ -25,7 +25,7 @@ from tapeout.compiler.plan import plan_program
 from tapeout.compiler.progress import Progress, SilentProgress, of_bytes
 from tapeout.compiler.recipe_book import FACTS_TEXT, RECIPES_TEXT, facts_text, recipes_text
 from tapeout.compiler.report import BuildReport, MemoryPlan, report_path
-from tapeout.compiler.shared_weights import SharedWeights
+from tapeout.compiler.shared_weights import SharedWeights, others_beside
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.compiler.targets import cuda_target
 from tapeout.compiler.tensorrt.choice import check_segments
@@ -73,7 +73,8 @@ def build(
 
         def begin(source: ModelSource) -> None:
             check_apart(output, options, source.files)
-            stack.enter_context(source.checkpoint.hashes.ahead())
+            if _hashes_ahead(source, output, options):
+                stack.enter_context(source.checkpoint.hashes.ahead())
 
         front = (front_end or FrontEnd(model)).lower(options, stages, begin)
         return _build(front, output, options, stages, host, cache, timing, ahead)
@@ -97,12 +98,12 @@ def _build(
     with ExitStack() as stack:  # whatever fails in here leaves no engine and no temporary file
         shared = None
         if options.weights == "shared" and not options.dry_run:
-            shared = SharedWeights(output, weights, read, source.checkpoint.digest)
+            shared = SharedWeights(output, weights, read, source.checkpoint.digest, source.checkpoint.hashes)
             if not on_cpu and local_gpu(target, cuda_target(target).sm) is None:
                 stack.enter_context(shared.ahead())  # nothing is timed that this could disturb
                 # Left first: what waits for the hashes does not outlive a build that fails.
-                stack.enter_context(source.checkpoint.hashes.ahead())
-        if on_cpu:
+                stack.enter_context(source.checkpoint.hashes.giving_up())
+        elif on_cpu and not options.dry_run:
             _hash(source, stages)  # nothing else may run while tactics are timed on these cores
         with stages("tactics", target) as stage, timing():
             if on_cpu:
@@ -112,8 +113,12 @@ def _build(
         if ahead is not None:
             with stages("ahead"):
                 ahead()
-        if not on_cpu:
+        if shared is not None:
+            with stages("weights", "the file beside the engine") as stage:
+                shared.result(of_bytes(stage))
+        elif not on_cpu and not options.dry_run:
             _hash(source, stages)
+        weights_digest = "" if options.dry_run else source.checkpoint.digest()
         program = plan_program(
             module, limits, chosen.choices.ranges, row_multiple=chosen.row_multiple, spans=chosen.spans
         )
@@ -128,6 +133,7 @@ def _build(
             limits,
             front.matches,
             chosen.choices.timed,
+            weights_digest,
             chosen.packages,
             chosen.regions,
         )
@@ -148,7 +154,7 @@ def _build(
                     read,
                     chosen.kernels,
                     texts,
-                    source_digest=source.checkpoint.digest(),
+                    source_digest=weights_digest,
                     shared=shared,
                     launches=chosen.launches,
                     segments=chosen.segments.blobs if chosen.segments else {},
@@ -169,6 +175,13 @@ def _build(
         )
         staged.commit(replace(manifest, parity=verdict.manifest), (report_path(output), report.text()))
     return report
+
+
+def _hashes_ahead(source: ModelSource, output: Path, options: BuildOptions) -> bool:
+    """Not where nobody asks for hashes, nor where they are made while a weight file is written."""
+    if options.dry_run:
+        return False
+    return options.weights != "shared" or not source.checkpoint.hashes.see_reads or others_beside(output)
 
 
 def _hash(source: ModelSource, stages: Stages) -> None:

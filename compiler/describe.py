@@ -41,12 +41,14 @@ def describe(
     limits: Limits,
     matches: Mapping[str, int],
     timed: bool,
+    weights_digest: str,
     packages: Mapping[str, str] = MappingProxyType({}),
     regions: tuple[RegionTime, ...] = (),
 ) -> Manifest:
     """The manifest, with the comparison still to come.
 
-    `packages` are versions of what wrote the segments, `regions` what these competed for.
+    `weights_digest` is the checkpoint's own, `packages` are versions of what wrote the segments, `regions`
+    what these competed for.
     """
     config = source.config.get_text_config()
     architectures = getattr(source.config, "architectures", None) or [type(source.config).__name__]
@@ -57,7 +59,7 @@ def describe(
         quantize=options.quantize,
         vocab_size=int(module.logits.shape[1]),
         max_position_embeddings=max_positions(config),
-        checkpoint=f"{source.origin} config:{_config_digest(source)} weights:{source.checkpoint.digest()}",
+        checkpoint=f"{source.origin} config:{_config_digest(source)} weights:{weights_digest}",
         stored_types=source.stored_types,
     )
     tokenizer = TokenizerFacts(

@@ -112,7 +112,9 @@ class PendingFile:
             raise AssertionError(f"{self._file.tell()} bytes written, {self.layout.file_bytes} were laid out")
         return seal
 
-    def rename(self) -> None:
+    def rename(self, path: Path | None = None) -> None:
+        """Give the file its name: the one it was begun for, or another in the same directory."""
+        self.path = path or self.path
         self.temporary.replace(self.path)
         sync_directory(self.path.parent)
         self.close()

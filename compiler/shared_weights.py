@@ -11,11 +11,13 @@ from pathlib import Path
 
 from tapeout.compiler.files import check_output, remove_leftovers
 from tapeout.compiler.pending_file import PendingFile, Progress
+from tapeout.model_defs.tensor_hashes import TensorHashes
 from tapeout.model_defs.weights import Read, WeightRef, recipe_digest
 from tapeout.plugins.errors import EngineError, UsageError
 from tapeout.runtime.engine.container import KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
 from tapeout.runtime.engine.reader import open_weights_file
 
+_SUFFIX = ".weights.safetensors"
 _NO_SEAL = bytes(SHA_BYTES)
 _POLL_SECONDS = 0.1  # how often a listener hears of a file that another thread writes
 
@@ -39,9 +41,15 @@ class SharedWeights:
     """
 
     def __init__(
-        self, engine: Path, weights: Mapping[str, WeightRef], read: Read, source_digest: Callable[[], str]
+        self,
+        engine: Path,
+        weights: Mapping[str, WeightRef],
+        read: Read,
+        source_digest: Callable[[], str],
+        hashes: TensorHashes | None = None,
     ) -> None:
-        """`read` returns a checkpoint tensor or `const:<name>`; `source_digest` the checkpoint's own digest.
+        """`read` returns a checkpoint tensor or `const:<name>`; `source_digest` the checkpoint's own digest,
+        made of `hashes`: while the file is written, if no other file can be it.
 
         Raises UsageError when a file beside `engine` would not be found by it.
         """
@@ -53,15 +61,16 @@ class SharedWeights:
                 hint=f"name the file itself: -o {target}",
             )
         self._engine, self._weights, self._read = target, weights, read
-        self._source_digest = source_digest
+        self._source_digest, self._hashes = source_digest, hashes
         self._given_up, self._done = threading.Event(), (0, 1)
-        self._file: Future[SharedFile] | None = None
+        self._begun: Future[SharedFile] | None = None
+        self._file: SharedFile | None = None
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
         """Write beside what runs within; a file that is not complete at its end is given up and gone."""
         with ThreadPoolExecutor(1, "tapeout-weights") as writer:
-            self._file = writer.submit(self._write, self._heard)
+            self._begun = writer.submit(self._written, self._heard)
             try:
                 yield
             finally:
@@ -72,26 +81,52 @@ class SharedWeights:
 
         Raises UsageError for an unusable path, TapeoutError when a recipe fails or the disk is full.
         """
-        if self._file is None:
-            return self._write(progress)
-        while progress is not None and not wait([self._file], _POLL_SECONDS).done:
+        if self._begun is None:
+            self._file = self._file or self._written(progress)
+            return self._file
+        while progress is not None and not wait([self._begun], _POLL_SECONDS).done:
             progress(*self._done)
-        return self._file.result()
+        return self._begun.result()
 
     def _heard(self, done: int, total: int) -> None:
         if self._given_up.is_set():
             raise _GivenUp
         self._done = done, total
 
-    def _write(self, progress: Progress | None) -> SharedFile:
-        digest = recipe_digest(self._weights, self._source_digest(), self._read)
-        remove_leftovers(self._engine.with_name("*.weights.safetensors"))
-        path = check_output(self._engine.with_name(f"{digest[:16]}.weights.safetensors"), "weight file")
-        file_bytes = _layout({"digest": digest}, self._weights).file_bytes
+    def _written(self, progress: Progress | None) -> SharedFile:
+        remove_leftovers(self._engine.with_name(f"*{_SUFFIX}"))
+        if self._hashes is not None and self._hashes.see_reads and not others_beside(self._engine):
+            return self._named_afterwards(self._hashes, progress)
+        digest, path = self._name()
         if (found := existing_seal(path, digest, self._weights)) is not None:
-            return SharedFile(path, digest, found, file_bytes, reused=True)
+            return self._file_of(path, digest, found, reused=True)
         seal = write_weights_file(path, {"digest": digest}, self._weights, self._read, progress)
-        return SharedFile(path, digest, seal, file_bytes, reused=False)
+        return self._file_of(path, digest, seal)
+
+    def _named_afterwards(self, hashes: TensorHashes, progress: Progress | None) -> SharedFile:
+        """Reading the checkpoint once instead of twice: its bytes are hashed as they are written."""
+        unknown = _layout({"digest": "0" * 64}, self._weights)
+        file = PendingFile(self._engine.with_name(f"{self._engine.name}{_SUFFIX}"), unknown, {}, _NO_SEAL)
+        with file.failing_cleanly():
+            with hashes.while_reading():
+                file.write_sections(self._weights, self._read, progress)
+            digest, path = self._name()
+            file.replace_header(_layout({"digest": digest}, self._weights))
+            seal = file.write_integrity()
+            file.rename(path)
+        return self._file_of(path, digest, seal)
+
+    def _name(self) -> tuple[str, Path]:
+        digest = recipe_digest(self._weights, self._source_digest(), self._read)
+        return digest, check_output(self._engine.with_name(f"{digest[:16]}{_SUFFIX}"), "weight file")
+
+    def _file_of(self, path: Path, digest: str, seal: bytes, *, reused: bool = False) -> SharedFile:
+        return SharedFile(path, digest, seal, _layout({"digest": digest}, self._weights).file_bytes, reused)
+
+
+def others_beside(engine: Path) -> bool:
+    """Whether weight files lie beside an engine, one of which may hold its weights."""
+    return any(engine.parent.glob(f"*{_SUFFIX}"))
 
 
 class _GivenUp(Exception):

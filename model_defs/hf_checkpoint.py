@@ -33,9 +33,11 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> np.ndarray:
         tensor = self.files[name]
         try:
-            return tensor.read()
+            array = tensor.read()
         except (OSError, EOFError) as error:
             raise unreadable(name, error) from error
+        self.hashes.read(name, array.reshape(-1).view(np.uint8).data)
+        return array
 
     @property
     def stored(self) -> Mapping[str, TensorInfo]:
@@ -43,7 +45,8 @@ class SafetensorsCheckpoint:
 
     @cached_property
     def hashes(self) -> TensorHashes:
-        return TensorHashes((name, t.path, t.start, t.nbytes) for name, t in self.files.items())
+        parts = ((name, t.path, t.start, t.nbytes) for name, t in self.files.items())
+        return TensorHashes(parts, see_reads=True)
 
     def digest(self) -> str:
         return digest_checkpoint(self)

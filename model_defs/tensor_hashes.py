@@ -1,4 +1,4 @@
-"""SHA-256 of a checkpoint's tensors, in threads, beside other work where that is wanted."""
+"""SHA-256 of a checkpoint's tensors: in threads, beside other work, or of what is read anyway."""
 
 from __future__ import annotations
 
@@ -22,21 +22,49 @@ Part = tuple[str, Path, int, int]
 
 
 class TensorHashes:
-    """SHA-256 (hex) of tensors by name: hashed when asked for, or from the beginning of `ahead`."""
+    """SHA-256 (hex) of tensors by name: hashed when asked for, from the beginning of `ahead`, or of what is
+    read within `while_reading`.
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    Attributes:
+        see_reads: whether who reads a tensor hands its bytes to `read`, as they are in the file.
+    """
+
+    def __init__(self, parts: Iterable[Part], *, see_reads: bool = False) -> None:
+        self.see_reads = see_reads
         self._parts = sorted(parts)
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._begun: dict[str, Future[str]] | None = None
+        self._seen: dict[str, str] | None = None  # of what was read, while that is wanted
 
     def result(self) -> dict[str, str]:
         """All of them; UsageError, which names the tensor, when one cannot be read."""
         return {name: future.result() for name, future in self._begin().items()}
 
     @contextlib.contextmanager
+    def while_reading(self) -> Iterator[None]:
+        """Hash what is read within, by whom it is read; the rest is hashed at the end."""
+        self._seen = {}
+        try:
+            yield
+            self._begin()
+        finally:
+            self._seen = None
+
+    def read(self, name: str, data: memoryview) -> None:
+        """A whole tensor's bytes, as somebody has read them; any thread may call."""
+        if (seen := self._seen) is not None and name not in seen and self._begun is None:
+            seen[name] = hashlib.sha256(data).hexdigest()
+
+    @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
         """Hash beside what runs within; what is not done at its end is given up."""
         self._begin()
+        with self.giving_up():
+            yield
+
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Give up at its end what is not done."""
         try:
             yield
         finally:
@@ -47,7 +75,13 @@ class TensorHashes:
             if self._begun is None:
                 self._stopped = threading.Event()
                 pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "tapeout-hash")
-                self._begun = {part[0]: pool.submit(_hash, part, self._stopped) for part in self._parts}
+                seen = self._seen or {}
+                self._begun = {
+                    part[0]: _known(seen[part[0]])
+                    if part[0] in seen
+                    else pool.submit(_hash, part, self._stopped)
+                    for part in self._parts
+                }
                 pool.shutdown(wait=False)  # takes no more, and goes when it is done
             return self._begun
 
@@ -58,6 +92,12 @@ class TensorHashes:
                 for future in self._begun.values():
                     future.cancel()
                 self._begun = None
+
+
+def _known(digest: str) -> Future[str]:
+    future: Future[str] = Future()
+    future.set_result(digest)
+    return future
 
 
 class _GivenUp(Exception):

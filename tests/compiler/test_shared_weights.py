@@ -20,6 +20,8 @@ from tapeout.compiler.build import build
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.shared_weights import SharedWeights
 from tapeout.model_defs import tensor_hashes
+from tapeout.model_defs.hf_checkpoint import SafetensorsCheckpoint, open_checkpoint
+from tapeout.model_defs.safetensors_file import FileTensor
 from tapeout.model_defs.source import TensorInfo
 from tapeout.model_defs.weights import WeightRef
 from tapeout.plugins.errors import TapeoutError, UnsupportedError, UsageError
@@ -97,17 +99,62 @@ def test_a_failure_is_told_where_the_file_is_asked_for(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def checkpoint(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = models.make_tiny("llama", tmp_path_factory.mktemp("llama") / "model")
+    return path
+
+
+class TestNamedAfterwards:
+    """Where no weight file lies the checkpoint is read once: it is hashed as it is written."""
+
+    @pytest.fixture
+    def source(self, checkpoint: Path) -> SafetensorsCheckpoint:
+        return open_checkpoint(checkpoint)
+
+    def weights(self, engine: Path, source: SafetensorsCheckpoint, *, known: bool) -> SharedWeights:
+        refs = {n: WeightRef.of(t.info) for n, t in list(source.files.items())[1:]}  # one is used by nobody
+        return SharedWeights(engine, refs, source.read, source.digest, None if known else source.hashes)
+
+    def test_it_is_the_same_file(self, tmp_path: Path, source: SafetensorsCheckpoint) -> None:
+        for name in ("known", "unknown"):
+            (tmp_path / name).mkdir()
+        unknown = self.weights(tmp_path / "unknown" / "e", source, known=False).result()
+        known = self.weights(tmp_path / "known" / "e", source, known=True).result()
+        assert unknown.path.name == known.path.name
+        assert unknown.path.read_bytes() == known.path.read_bytes()
+        assert (unknown.digest, unknown.seal) == (known.digest, known.seal)
+        assert [p.name for p in unknown.path.parent.iterdir()] == [unknown.path.name]
+
+    def test_tensors_are_read_once(
+        self, tmp_path: Path, source: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hashed, read_range = [], tensor_hashes.read_range
+        monkeypatch.setattr(
+            tensor_hashes, "read_range", lambda *args: hashed.append(args) or read_range(*args)
+        )
+        self.weights(tmp_path / "e", source, known=False).result()
+        assert len(hashed) == 1  # the one that no weight is made of
+
+    def test_a_file_that_is_there_is_recognized(self, tmp_path: Path, source: SafetensorsCheckpoint) -> None:
+        first = self.weights(tmp_path / "e", source, known=False).result()
+        again = self.weights(tmp_path / "f", source, known=False).result()
+        assert (again.path, again.reused) == (first.path, True)
+
+    def test_a_failure_leaves_nothing(
+        self, tmp_path: Path, source: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(SafetensorsCheckpoint, "digest", lambda self: pytest.fail("unreadable"))
+        with pytest.raises(pytest.fail.Exception):
+            self.weights(tmp_path / "e", source, known=False).result()
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_an_engine_that_is_a_link_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "e")
     with pytest.raises(UsageError, match="its weights would stand there and not be found"):
         SharedWeights(tmp_path / "link", WEIGHTS, ARRAYS.__getitem__, lambda: "s")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = models.make_tiny("llama", tmp_path_factory.mktemp("llama") / "model")
-    return path
 
 
 class TestBesideTactics:
@@ -143,26 +190,37 @@ class TestBesideTactics:
         assert [path.suffix for path in ahead] == [".safetensors", ".engine"]
         assert [path.read_bytes() for path in ahead] == [path.read_bytes() for path in after]
 
+    @pytest.mark.parametrize("at", ["the hashes of a file that may be the one", "the file"])
     def test_a_build_that_fails_leaves_no_part_of_a_weight_file(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
     ) -> None:
-        """Whatever the writer was at: waiting for the checkpoint's hashes, or within the file."""
-        begun, read_range = threading.Event(), tensor_hashes.read_range
+        """Whatever the writer was at."""
+        begun, read_range, read = threading.Event(), tensor_hashes.read_range, FileTensor.read
 
-        def slow(*args: Any) -> Iterator[bytes]:
+        def slow_range(*args: Any) -> Iterator[bytes]:
             begun.set()
             time.sleep(0.2)
             yield from read_range(*args)
+
+        def slow_read(tensor: FileTensor) -> np.ndarray:
+            begun.set()
+            time.sleep(0.2)
+            return read(tensor)
 
         def fails(*args: Any) -> Any:
             assert begun.wait(30)
             raise UnsupportedError("no tactic")
 
-        monkeypatch.setattr(tensor_hashes, "read_range", slow)
-        monkeypatch.setattr(build_module, "choose_for_cuda", fails)
         model, output = shutil.copytree(checkpoint, tmp_path / "model"), tmp_path / "engines" / "m.engine"
         output.parent.mkdir()
+        if at == "the file":
+            monkeypatch.setattr(FileTensor, "read", slow_read)
+        else:
+            (output.parent / "other.weights.safetensors").touch()
+            monkeypatch.setattr(tensor_hashes, "read_range", slow_range)
+        before = list(output.parent.iterdir())
+        monkeypatch.setattr(build_module, "choose_for_cuda", fails)
         with pytest.raises(UnsupportedError, match="no tactic"):
             build(str(model), output, BuildOptions(**GPU))
-        assert list(output.parent.iterdir()) == []
+        assert list(output.parent.iterdir()) == before
         assert not [t.name for t in threading.enumerate() if t.name.startswith("tapeout-weights")]

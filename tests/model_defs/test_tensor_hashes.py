@@ -71,6 +71,38 @@ def test_work_that_ends_early_leaves_no_thread_at_work(parts, monkeypatch):
     assert hashes.result() == expected(parts)
 
 
+def test_what_is_read_meanwhile_is_not_read_again(parts, monkeypatch):
+    """Tensors that nobody reads are hashed at the end; one that is read twice is hashed once."""
+    hashes, read, read_range = TensorHashes(parts, see_reads=True), [], tensor_hashes.read_range
+    data = {name: memoryview(path.read_bytes()[start:][:nbytes]) for name, path, start, nbytes in parts}
+
+    def counted(path: Path, start: int, *rest: int) -> Iterator[bytes]:
+        read.append(start // 100)
+        return read_range(path, start, *rest)
+
+    monkeypatch.setattr(tensor_hashes, "read_range", counted)
+    hashes.read("t0", memoryview(b"before anybody wants it"))
+    with hashes.while_reading():
+        for i in (3, 4, 3, 19):
+            hashes.read(f"t{i}", data[f"t{i}"])
+    hashes.read("t5", memoryview(b"afterwards"))
+    assert hashes.result() == expected(parts)
+    assert sorted(read) == sorted({*range(20)} - {3, 4, 19})
+
+
+def test_reading_that_fails_leaves_nothing_known(parts):
+    hashes = TensorHashes(parts, see_reads=True)
+
+    def fails() -> None:
+        with hashes.while_reading():
+            hashes.read("t1", memoryview(b"of a file that was replaced"))
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fails()
+    assert hashes.result() == expected(parts)
+
+
 def test_a_file_that_shrank_is_told_with_the_tensor(parts):
     parts[0][1].write_bytes(b"short")
     with pytest.raises(UsageError, match=r"tensor 't0' cannot be read.*ended at byte 5"):
