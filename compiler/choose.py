@@ -110,7 +110,8 @@ def choose_for_cuda(
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
         return Chosen(choices, {}, None, ROW_MULTIPLE, warnings, workspace, segments, times)
-    plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), _known_ids(source, module), limits, gpu)
+    logits = TensorType(dtype, module.logits.shape)
+    plan = plan_cuda(chosen, logits, _known_ids(source, module), limits, gpu, stage.update)
     workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
     table = segments.added_to(plan.table) if segments else plan.table
     built = f", {len(table.segments)} segments" if segments else ""

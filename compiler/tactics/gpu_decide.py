@@ -95,7 +95,7 @@ def decide(
             steps=steps,
         )
         # What was timed has run; of a default only its compiled kernels tell that it cannot.
-        found = {} if options.dry_run else unfit_kernels(timed.choices, target)
+        found = {} if options.dry_run else unfit_kernels(timed.choices, target, progress)
         if not found:
             break
         unfit |= found
