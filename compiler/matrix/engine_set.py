@@ -56,9 +56,11 @@ class EngineSet:
         except EngineError as error:
             return error.message
         new = {**factors, TIMINGS: timings}
-        if key_of(new) == entry.content_key:
-            return None
-        return self._difference(path, entry.content_key, new)
+        if key_of(new) != entry.content_key:
+            return self._difference(path, entry.content_key, new)
+        if spec.options.require_timed and not entry.timed:
+            return "not timed, which require-timed asks for"
+        return None
 
     def entry(self, file: str) -> EngineEntry | None:
         """What the index says about an engine."""

@@ -140,7 +140,9 @@ def jobs_of(planned: Sequence[Planned], lock: Path, kernel_workers: int, stage: 
 def _task(item: Planned, stage: str) -> Task:
     options = item.spec.options
     if stage == PACK:
-        return Task(item.spec.title, PACK, item.output, replace(options, pack=item.output))
+        # What is to be timed is not timed yet.
+        options = replace(options, pack=item.output, require_timed=False)
+        return Task(item.spec.title, PACK, item.output, options)
     return Task(item.spec.title, ENGINE, item.output, options)
 
 

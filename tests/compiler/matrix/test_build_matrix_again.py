@@ -95,6 +95,36 @@ class TestWhatMustBeMade:
         assert put() == {"a/h200": "changed: timings"}
 
 
+class TestRequireTimed:
+    """Engines of GPUs in the set have default tactics."""
+
+    def test_an_untimed_engine_does_not_stay(
+        self, matrix: Path, copied: Path, worker: tuple[str, ...]
+    ) -> None:
+        engine, index = copied / "a" / "h200.engine", copied / "a" / "index.json"
+        before = engine.read_bytes(), index.read_bytes()
+        flags = {"require_timed": True}
+        with one_thread():
+            report = build_matrix(MatrixRequest(matrix, copied, only=("a/*0",), flags=flags), worker=worker)
+        assert statuses(report) == {"a/h200": "failed", "a/sm_80": "failed"}
+        assert report.exit_code == 2
+        for result in report.results:
+            assert result.message.startswith("require_timed: ")
+            assert f"a/{result.name}.json: it does not exist" in result.message
+        assert (engine.read_bytes(), index.read_bytes()) == before
+
+    def test_of_one_target(self, checkpoints: Path, matrix: Path, copied: Path, tmp_path: Path) -> None:
+        """In the file; a CPU's engine, which was timed while it was built, stays."""
+        path = tmp_path / "m.yaml"
+        path.write_text(
+            f"defaults: {LIMITS}\nmodels: {{a: {checkpoints}/a}}\n"
+            "targets: {'cuda:h200': {require-timed: true}, cpu: {require-timed: true}, 'cuda:sm_80': }"
+        )
+        report = build_matrix(MatrixRequest(path, copied, dry_run=True), worker=NOTHING_RUNS)
+        assert statuses(report) == {"a/h200": "planned", "a/cpu": "kept", "a/sm_80": "kept"}
+        assert report.results[0].why == "not timed, which require-timed asks for"
+
+
 class TestRepair:
     def test_what_is_missing_is_made_and_the_rest_is_left(
         self, first: MatrixReport, matrix: Path, copied: Path
