@@ -44,10 +44,10 @@ class EngineSet:
         """Why the engine must be built; None when what is there is what would be built."""
         path = self.folder / spec.file
         if not path.exists():
-            return "not built yet"
+            return "there was no engine yet"
         entry = self.entry(spec.file)
         if entry is None:
-            return "the index cannot be read" if self.unreadable else "not in the index"
+            return "the index cannot be read" if self.unreadable else "it was not in the index"
         if damaged := self._damaged(entry):
             return damaged
         try:

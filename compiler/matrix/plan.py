@@ -101,7 +101,11 @@ def plan_pack(spec: EngineSpec, folder: Path, digests: FileDigests) -> Planned:
     noted = _noted(output)
     if noted.get("key") != key_of(factors):
         return Planned(
-            spec, output, "packed before, but something changed" if noted else "not packed yet", "", factors
+            spec,
+            output,
+            "packed before, but something changed" if noted else "there was no pack yet",
+            "",
+            factors,
         )
     if noted.get("sha256") is None:
         return Planned(spec, output, None, "its timing cache answers everything", factors)

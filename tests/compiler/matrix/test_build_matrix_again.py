@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class TestWhatMustBeMade:
     def test_everything_in_an_empty_place(self, matrix: Path, tmp_path: Path) -> None:
         request = MatrixRequest(matrix, tmp_path / "none", only=("a/*",), dry_run=True)
         report = build_matrix(request, worker=NOTHING_RUNS)
-        assert {r.why for r in report.results} == {"not built yet"}
+        assert {r.why for r in report.results} == {"there was no engine yet"}
         assert not (tmp_path / "none").exists()
 
     def test_options_that_changed(self, matrix: Path, copied: Path) -> None:
@@ -61,7 +62,7 @@ class TestWhatMustBeMade:
         assert self.plan(matrix, copied) == {
             "a/h200": "h200.engine is not the file that the index lists",
             "a/sm_80": "sm_80.engine is not the file that the index lists",
-            "a/cpu": "not built yet",
+            "a/cpu": "there was no engine yet",
         }
 
     def test_damaged_weights_are_everybodys(self, matrix: Path, copied: Path) -> None:
@@ -73,7 +74,7 @@ class TestWhatMustBeMade:
         (copied / "a" / "index.json").write_text("{")
         assert self.plan(matrix, copied) == dict.fromkeys(GOOD[:3], "the index cannot be read")
         (copied / "a" / "index.json").unlink()
-        assert self.plan(matrix, copied) == dict.fromkeys(GOOD[:3], "not in the index")
+        assert self.plan(matrix, copied) == dict.fromkeys(GOOD[:3], "it was not in the index")
 
     def test_timings_that_count(self, matrix: Path, copied: Path) -> None:
         """Of this GPU, for this engine's ops under its limits; nothing else in the file."""
@@ -158,8 +159,11 @@ class TestRepair:
     def test_an_interrupt_leaves_what_is_done_and_no_half_of_anything(
         self, matrix: Path, tmp_path: Path, worker: tuple[str, ...]
     ) -> None:
+        told: list[str] = []
+
         class Interrupt(SilentProgress):
             def info(self, text: str) -> None:
+                told.append(text)
                 if text.startswith("b/h200: built"):
                     os.kill(os.getpid(), signal.SIGINT)
 
@@ -170,6 +174,9 @@ class TestRepair:
         assert [e.file for e in load_index(folder).engines] == ["h200.engine"]
         assert not list(folder.glob(".*"))
         assert "1 built, 1 left" in (tmp_path / "set" / "summary.md").read_text()
+        assert told[0] == "b/h200: begins (there was no engine yet)"
+        ends = r"b/h200: built \(there was no engine yet\), \d+\.\d s, 1 left"
+        assert any(re.fullmatch(ends, text) for text in told), told
         report = build_matrix(replace(request, dry_run=True), worker=NOTHING_RUNS)
         assert statuses(report) == {"b/h200": "kept", "b/sm_80": "planned"}
 
