@@ -9,6 +9,8 @@ the peer's in `peers/vllm_0.26_h200.json`.
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,8 @@ def render() -> str:
         shown = ["not measured", ""]
         if value is not None:
             ratio = value / theirs if row.more_is_better else theirs / value
-            shown = [f"{_figure(value, row)} {row.unit}", f"{ratio:.2f}"]
+            figure = _figure(value, row)
+            shown = [f"{figure} {row.unit}", _ratio(ratio, figure, _figure(theirs, row))]
         budget = f"{sign} {_figure(row.budget, row)} {row.unit}"
         cells = [row.model.upper(), row.what, budget, f"{_figure(theirs, row)} {row.unit}", *shown]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
@@ -100,6 +103,13 @@ def render() -> str:
 
 def _figure(value: float, row: Row) -> str:
     return f"{value:,.{row.digits}f}"
+
+
+def _ratio(ratio: float, *figures: str) -> str:
+    """To two decimals, and to no more digits than the figures that it comes from are shown with."""
+    carried = min(len(re.sub(r"\D", "", figure).lstrip("0")) for figure in figures)
+    before_point = math.floor(math.log10(ratio)) + 1
+    return f"{ratio:.{max(0, min(2, carried - before_point))}f}"
 
 
 def _conditions(record: dict[str, Any]) -> list[str]:

@@ -129,6 +129,10 @@ def _build_pack(
     if output is not None or options.dry_run:
         other = "--dry-run" if output is None else "--output"
         raise click.UsageError(f"--pack writes a pack and no engine, it does not go with {other}.")
+    if options.require_timed:
+        raise click.UsageError(
+            "--require-timed is for engines, not for --pack: a pack holds what is yet untimed."
+        )
     check_output(options.pack, "--pack")  # type: ignore[arg-type]
 
     from tapeout.compiler.build_pack import build_pack

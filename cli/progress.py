@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from tapeout.cli.streams import is_terminal
-from tapeout.compiler.progress import Progress, SilentProgress
+from tapeout.compiler.progress import PacedDetail, Progress, SilentProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,19 +44,34 @@ class _Line:
         return f"{name:<12} {seconds:7.2f} s  {self.detail}".rstrip()
 
 
+class _PacedLine(_Line):
+    def __init__(self, name: str, detail: str, clock: Callable[[], float]) -> None:
+        super().__init__(detail)
+        self._paced = PacedDetail(detail, lambda text: click.echo(f"{name} ... {text}", err=True), clock)
+
+    def update(self, text: str) -> None:
+        super().update(text)
+        self._paced.update(text)
+
+
 class PlainProgress:
-    """A line when a stage starts and one when it ends: readable in the log of a killed build."""
+    """A line when a stage starts, one when it ends, and from time to time its detail in between: readable in
+    the log of a build that is under way or was killed."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
 
     @contextmanager
     def stage(self, name: str, detail: str = "") -> Iterator[_Line]:
         click.echo(f"{name} ... {detail}".rstrip(), err=True)
-        line, start = _Line(detail), time.perf_counter()
+        line, start = _PacedLine(name, detail, self._clock), self._clock()
         try:
             yield line
         except BaseException:
             click.echo(f"{name} failed", err=True)
             raise
-        click.echo(line.finish(name, time.perf_counter() - start), err=True)
+        click.echo(line.finish(name, self._clock() - start), err=True)
 
     def info(self, text: str) -> None:
         click.echo(text, err=True)

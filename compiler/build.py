@@ -11,7 +11,7 @@ import numpy as np
 
 from tapeout.compiler.alignment import check_alignment
 from tapeout.compiler.choose import Chosen, choose_for_cpu, choose_for_cuda
-from tapeout.compiler.describe import describe, memory_plan, texts_of
+from tapeout.compiler.describe import describe, memory_plan, texts_of, warnings_of
 from tapeout.compiler.engine_writer import stage_engine
 from tapeout.compiler.front_end import FrontEnd, Lowered, Stages
 from tapeout.compiler.graph import Graph
@@ -241,7 +241,7 @@ def _report(
         timed=chosen.choices.timed,
         parity={},
         options=options.effective(),
-        warnings=chosen.warnings,
+        warnings=(*chosen.warnings, *warnings_of(manifest)),
         steps=chosen.choices.steps,
         segments=chosen.segments.reports if chosen.segments else (),
         regions=chosen.regions,

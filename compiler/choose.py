@@ -11,12 +11,13 @@ import torch
 
 from tapeout.compiler.cuda_plan import ROW_MULTIPLE, kernels_to_compile, plan_cuda, ranges_of
 from tapeout.compiler.ir import Module
+from tapeout.compiler.local_gpu import local_gpu
 from tapeout.compiler.options import BuildOptions
 from tapeout.compiler.plan import max_rows, order_of, signatures_of
 from tapeout.compiler.progress import Stage
 from tapeout.compiler.tactics.cache import Machine, TimingCache, cpu_conditions
 from tapeout.compiler.tactics.gpu_contests import contests
-from tapeout.compiler.tactics.gpu_decide import decide
+from tapeout.compiler.tactics.gpu_decide import decide, timing_hint
 from tapeout.compiler.tactics.gpu_rivals import NO_RIVALS, Rivals
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
 from tapeout.compiler.targets import cuda_target
@@ -26,6 +27,7 @@ from tapeout.compiler.tensorrt.segments import segments_for, write_region_models
 from tapeout.model_defs import ModelSource
 from tapeout.plugins.cpu import HostCpu, TensorType
 from tapeout.plugins.cuda import TENSORRT
+from tapeout.plugins.errors import UsageError
 from tapeout.plugins.native import NATIVE_KERNELS, compile_native, load_native, source_digest
 from tapeout.plugins.triton_aot import compile_ahead
 from tapeout.runtime.engine.launches import LaunchTable
@@ -106,17 +108,32 @@ def choose_for_cuda(
     warnings = (*decided.warnings, *decision.warnings, *(segments.warnings if segments else ()))
     times = decision.times or (segments.times if segments else ())
     is_timed = timed.timed and (segments is None or segments.timed)
+    if options.require_timed and timed.timed and not is_timed:
+        _refuse_untimed_segments(target, gpu.sm, options)
     choices = Choices(ranges, timed.timings, is_timed, timed.steps)
     if options.dry_run:
         workspace = max(c.workspace_bytes for c in chosen.all())
         return Chosen(choices, {}, None, ROW_MULTIPLE, warnings, workspace, segments, times)
-    plan = plan_cuda(chosen, TensorType(dtype, module.logits.shape), _known_ids(source, module), limits, gpu)
+    logits = TensorType(dtype, module.logits.shape)
+    plan = plan_cuda(chosen, logits, _known_ids(source, module), limits, gpu, stage.update)
     workspace = plan.table.workspace_bytes + plan.table.scratch_bytes
     table = segments.added_to(plan.table) if segments else plan.table
     built = f", {len(table.segments)} segments" if segments else ""
     kernels = f"{len(table.kernels)} kernels{built}"
     stage.update(f"{timed.known} of {timed.candidates} candidates timed, {kernels}")
     return Chosen(choices, plan.cubins, table, ROW_MULTIPLE, warnings, workspace, segments, times)
+
+
+def _refuse_untimed_segments(target: str, sm: int, options: BuildOptions) -> None:
+    """Raises UsageError; in a dry run only where the build itself would not time them."""
+    if options.dry_run and local_gpu(target, sm) is not None:
+        return
+    cache = options.timing_cache
+    state = f"timing cache {cache} lacks some" if cache else "no timing cache was given"
+    raise UsageError(
+        f"require_timed: not all TensorRT segments have times for {target}; {state}",
+        hint=timing_hint(target, options),
+    )
 
 
 def compile_ahead_for_cuda(

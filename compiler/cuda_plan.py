@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 from tapeout.compiler.plan import buckets, max_rows
+from tapeout.compiler.progress import of_kernels
 from tapeout.compiler.tactics.usable import split_usable
 from tapeout.plugins.cpu import OpSignature, TensorType
 from tapeout.plugins.cuda import (
@@ -182,11 +183,13 @@ def fitting_tactics(
     return fitting
 
 
-def unfit_kernels(choices: CudaChoices, target: CudaTarget) -> dict[str, str]:
+def unfit_kernels(
+    choices: CudaChoices, target: CudaTarget, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, str]:
     """Kernels of the choice, by key, that compile for the target and cannot be launched there, and why."""
     specs = {kernel.key(): kernel for c in choices.all() for kernel in kernels_of(c.launches)}
-    compiled = zip(specs, compile_all(list(specs.values()), target.sm), strict=True)
-    reasons = {key: lacking_memory(kernel, target) for key, kernel in compiled}
+    compiled = compile_all(list(specs.values()), target.sm, progress=of_kernels(progress))
+    reasons = {key: lacking_memory(k, target) for key, k in zip(specs, compiled, strict=True)}
     return {key: reason for key, reason in reasons.items() if reason is not None}
 
 
@@ -235,6 +238,7 @@ def plan_cuda(
     valid_vocab_size: int,
     limits: Limits,
     target: CudaTarget,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> CudaPlan:
     """Compile every kernel the chosen tactics use, and write down the launches.
 
@@ -244,7 +248,8 @@ def plan_cuda(
     """
     receive, samplings = _around(logits, valid_vocab_size, limits)
     specs = kernels_to_compile(chosen, logits, valid_vocab_size, limits)
-    kernels = KernelTable(dict(zip((s.key() for s in specs), compile_all(specs, target.sm), strict=True)))
+    compiled = compile_all(specs, target.sm, progress=of_kernels(progress))
+    kernels = KernelTable({s.key(): kernel for s, kernel in zip(specs, compiled, strict=True)})
     ranges, decode_ranges = (
         {key: tuple(kernels.range_launches(c) for c in row) for key, row in kind.items()}
         for kind in (chosen.mixed, chosen.decode)

@@ -95,6 +95,18 @@ def kv_cache_layout(module: Module) -> KvCacheLayout:
     return KvCacheLayout(layers=len(calls), kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
 
 
+def warnings_of(manifest: Manifest) -> tuple[str, ...]:
+    """What the user should know about an engine of this description."""
+    if manifest.tokenizer is not None:
+        return ()
+    text = (
+        "the model comes without a tokenizer, so that the engine takes and gives token ids alone: "
+        "`tapeout run --prompt`, chats and stop strings will not work; pass prompt_token_ids, or build again "
+        "from a checkpoint with its tokenizer.json and tokenizer_config.json"
+    )
+    return (text,)
+
+
 def texts_of(source: ModelSource, module: Module) -> dict[str, bytes]:
     """Text sections: the IR, and what the runtime needs to turn text into tokens and back."""
     texts = {IR_TEXT: module.text().encode()}

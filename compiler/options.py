@@ -163,6 +163,12 @@ class BuildOptions:
         check=_file,
         metavar="FILE",
     )
+    require_timed: bool = _option(
+        False,
+        bool,
+        "Fail, before anything is written, where tactics of a cuda target have no times.",
+        identity=False,
+    )
     pack: Path | None = _option(
         None,
         Path,

@@ -1,6 +1,6 @@
 """The lean half of tapeout: engine format, executors, KV cache, schedulers, sampling, `LLM`.
 
-    from tapeout.runtime import LLM, SamplingParams
+    from tapeout.runtime import LLM, SamplingParams, TapeoutError
 
 Names load when first used, so that importing the package costs nothing.
 """
@@ -10,6 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tapeout.plugins.errors import (
+        CapacityError,
+        EngineCorruptError,
+        EngineError,
+        EngineIncompatibleError,
+        TapeoutError,
+        UsageError,
+    )
     from tapeout.plugins.sample.params import SamplingParams
     from tapeout.plugins.sample.result import Logprob
     from tapeout.runtime.kv_cache.retention import KvCacheRetentionConfig, TokenRangeRetentionConfig
@@ -18,16 +26,28 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "CapacityError",
     "CompletionOutput",
+    "EngineCorruptError",
+    "EngineError",
+    "EngineIncompatibleError",
     "KvCacheRetentionConfig",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TapeoutError",
     "TokenRangeRetentionConfig",
+    "UsageError",
 ]
 
 _HOMES = {
+    "CapacityError": "tapeout.plugins.errors",
+    "EngineCorruptError": "tapeout.plugins.errors",
+    "EngineError": "tapeout.plugins.errors",
+    "EngineIncompatibleError": "tapeout.plugins.errors",
+    "TapeoutError": "tapeout.plugins.errors",
+    "UsageError": "tapeout.plugins.errors",
     "KvCacheRetentionConfig": "tapeout.runtime.kv_cache.retention",
     "LLM": "tapeout.runtime.llm",
     "CompletionOutput": "tapeout.runtime.output",

@@ -70,7 +70,7 @@ class LLM:
             tokenizer, importing the executor, weights, kernels, memory.
 
     Raises:
-        UsageError, EngineError, CapacityError: see plugins/errors.py.
+        UsageError, EngineError, CapacityError: see docs/python.md; they are in `tapeout.runtime`.
     """
 
     def __init__(

@@ -39,6 +39,7 @@ def test_nothing_imports_the_folders_by_their_bare_names(repo: Path) -> None:
         "tapeout.runtime.resolve_engine",
         "tapeout.runtime.store.pull",
         "tapeout.plugins.cpu",
+        "tapeout.plugins.errors",
     ],
 )
 def test_the_runtime_imports_nothing_heavy(module: str) -> None:

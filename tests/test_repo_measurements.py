@@ -58,7 +58,11 @@ def test_the_design_table_shows_both_sides_figures(repo: Path) -> None:
         else:
             assert ours.split()[0] == f"{value:,.{digits}f}", what
             faster = value / expected if kind == "mixed" else expected / value
-            assert ratio == f"{faster:.2f}", what
+            figures = (theirs, ours.split()[0])
+            carried = min(len(re.sub(r"[.,]", "", text).lstrip("0")) for text in figures)
+            decimals = len(ratio.partition(".")[2])
+            assert ratio == f"{faster:.{decimals}f}", what
+            assert len(ratio.replace(".", "")) == min(carried, 3), "as many as the figures carry"
 
 
 def test_the_readme_shows_its_records(repo: Path) -> None:

@@ -165,7 +165,7 @@ class _Run:
         todo = [p for p in self._planned.values() if p.why is not None and p.error is None]
         for title, result in self._results.items():
             if result.status != PLANNED:
-                self._progress.info(f"{title}: {result.message or f'{result.status}, {result.why}'}")
+                self._progress.info(f"{title}: {result.message or result.told()}")
         cores = len(os.sched_getaffinity(0))
         workers = self._request.workers or cores
         with tempfile.TemporaryDirectory(prefix="tapeout-") as folder:
@@ -221,7 +221,7 @@ class _Run:
     def _listen(self, event: Event) -> None:
         result, planned = self._results[event.title], self._planned[event.title]
         if event.kind == "started":
-            self._progress.info(f"{event.title}: begins, {result.why}")
+            self._progress.info(f"{event.title}: begins ({result.why})")
         elif event.kind == "stage":
             self._progress.info(f"{event.title}: {event.text}")
         elif event.kind == "failed":
@@ -256,8 +256,8 @@ class _Run:
     def _end(self, result: EngineResult) -> None:
         self._results[result.title] = result
         left = sum(r.status == PLANNED for r in self._results.values())
-        told = f"failed: {result.message}" if result.status == FAILED else f"{result.status}, {result.why}"
-        self._progress.info(f"{result.title}: {told} ({result.seconds:.1f} s, {left} left)")
+        told = f"failed: {result.message}" if result.status == FAILED else result.told()
+        self._progress.info(f"{result.title}: {told}, {result.seconds:.1f} s, {left} left")
 
 
 def _failed(result: EngineResult, error: TapeoutError) -> EngineResult:

@@ -44,10 +44,10 @@ class EngineSet:
         """Why the engine must be built; None when what is there is what would be built."""
         path = self.folder / spec.file
         if not path.exists():
-            return "not built yet"
+            return "there was no engine yet"
         entry = self.entry(spec.file)
         if entry is None:
-            return "the index cannot be read" if self.unreadable else "not in the index"
+            return "the index cannot be read" if self.unreadable else "it was not in the index"
         if damaged := self._damaged(entry):
             return damaged
         try:
@@ -56,9 +56,11 @@ class EngineSet:
         except EngineError as error:
             return error.message
         new = {**factors, TIMINGS: timings}
-        if key_of(new) == entry.content_key:
-            return None
-        return self._difference(path, entry.content_key, new)
+        if key_of(new) != entry.content_key:
+            return self._difference(path, entry.content_key, new)
+        if spec.options.require_timed and not entry.timed:
+            return "not timed, which require-timed asks for"
+        return None
 
     def entry(self, file: str) -> EngineEntry | None:
         """What the index says about an engine."""

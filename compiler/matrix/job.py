@@ -72,9 +72,10 @@ class Event:
     """Something a build process tells.
 
     Attributes:
-        kind: `started`, `stage` (one is under way), `done` or `failed`.
+        kind: `started`, `stage` (one begins, or has come further), `done` or `failed`.
         title: of the task.
-        text: the stage, or the message of the failure. hint: of the failure.
+        text: the stage and, once it is long under way, its detail; or the message of the failure.
+        hint: of the failure.
         exit_code: of the failure, by the table in plugins/errors.py.
         seconds: the task took. peak_memory_bytes: of the process up to here.
         details: of a task that is done: plain data for the summary.

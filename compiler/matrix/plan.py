@@ -101,7 +101,11 @@ def plan_pack(spec: EngineSpec, folder: Path, digests: FileDigests) -> Planned:
     noted = _noted(output)
     if noted.get("key") != key_of(factors):
         return Planned(
-            spec, output, "packed before, but something changed" if noted else "not packed yet", "", factors
+            spec,
+            output,
+            "packed before, but something changed" if noted else "there was no pack yet",
+            "",
+            factors,
         )
     if noted.get("sha256") is None:
         return Planned(spec, output, None, "its timing cache answers everything", factors)
@@ -140,7 +144,9 @@ def jobs_of(planned: Sequence[Planned], lock: Path, kernel_workers: int, stage: 
 def _task(item: Planned, stage: str) -> Task:
     options = item.spec.options
     if stage == PACK:
-        return Task(item.spec.title, PACK, item.output, replace(options, pack=item.output))
+        # What is to be timed is not timed yet.
+        options = replace(options, pack=item.output, require_timed=False)
+        return Task(item.spec.title, PACK, item.output, options)
     return Task(item.spec.title, ENGINE, item.output, options)
 
 

@@ -23,7 +23,7 @@ class EngineResult:
 
     Attributes:
         status: BUILT, KEPT, FAILED, PLANNED or LEFT.
-        why: it was to be made, or may stay.
+        why: it was to be made, or may stay; what was found, in words that read well before and afterwards.
         file: that was to be made. size_bytes, sha256, key: of an engine that is there.
         message, hint, exit_code: of a failure.
         details: of the build: see `run_job`.
@@ -48,6 +48,10 @@ class EngineResult:
     @property
     def title(self) -> str:
         return f"{self.model}/{self.name}"
+
+    def told(self) -> str:
+        """How it ended and why, in a line: `built (there was no engine yet)`."""
+        return f"{self.status} ({self.why})" if self.why else self.status
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def _add_case(suite: ElementTree.Element, result: EngineResult) -> None:
     elif result.status in {LEFT, PLANNED}:
         ElementTree.SubElement(case, "skipped", {"message": result.why or result.status})
     else:
-        ElementTree.SubElement(case, "system-out").text = _NO_XML.sub("?", f"{result.status}: {result.why}")
+        ElementTree.SubElement(case, "system-out").text = _NO_XML.sub("?", result.told())
 
 
 def _counted(results: Sequence[EngineResult]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from tapeout.compiler.matrix.job import PACK, Event, Job, Task
 from tapeout.compiler.matrix.kernels_ahead import KernelsAhead
 from tapeout.compiler.matrix.machine import Machine
 from tapeout.compiler.peak_memory import peak_memory_bytes
+from tapeout.compiler.progress import PacedDetail
 from tapeout.compiler.targets import cuda_target
 from tapeout.plugins.errors import TRACEBACK_VARIABLE, CapacityError, TapeoutError, as_known
 from tapeout.plugins.native import compile_native, detect_host
@@ -115,18 +116,20 @@ def _make(
 
 
 class _Stages:
-    """Tells the stages of one task."""
+    """Tells the stages of one task, and of one under way for long its detail from time to time.
 
-    def __init__(self, title: str, tell: Tell) -> None:
-        self._title, self._tell = title, tell
+    `clock` gives seconds.
+    """
+
+    def __init__(self, title: str, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._tell, self._clock = title, tell, clock
 
     @contextmanager
-    def stage(self, name: str, detail: str = "") -> Iterator[_Stages]:
+    def stage(self, name: str, detail: str = "") -> Iterator[PacedDetail]:
         self._tell(Event("stage", self._title, name))
-        yield self
-
-    def update(self, text: str) -> None:
-        pass
+        yield PacedDetail(
+            "", lambda text: self._tell(Event("stage", self._title, f"{name} ... {text}")), self._clock
+        )
 
     def info(self, text: str) -> None:
         pass

@@ -62,7 +62,7 @@ def decide(
     Raises:
         UnsupportedError: ops that no tactic can run on the target.
         UsageError: the cache holds timings of several GPUs that the target could mean, or none of the
-            provider that `--tactics` names.
+            provider that `--tactics` names; or not all that was to be timed, where that is required.
         TapeoutError: all tactics of an op are wrong on the GPU.
     """
     defaults = choose_cuda(signatures, limits, target, batch_invariant=options.batch_invariant)
@@ -94,8 +94,10 @@ def decide(
             preferred=_wanted(options),
             steps=steps,
         )
+        if options.require_timed and not timed.timed:
+            _refuse_untimed(timed, warnings, target_name, target.sm, options, cache)
         # What was timed has run; of a default only its compiled kernels tell that it cannot.
-        found = {} if options.dry_run else unfit_kernels(timed.choices, target)
+        found = {} if options.dry_run else unfit_kernels(timed.choices, target, progress)
         if not found:
             break
         unfit |= found
@@ -163,6 +165,41 @@ def _check_wanted(wanted: str, timed: TimedChoices, target: str, options: BuildO
     )
 
 
+def _refuse_untimed(
+    timed: TimedChoices,
+    warnings: Sequence[str],
+    target: str,
+    sm: int,
+    options: BuildOptions,
+    cache: TimingCache,
+) -> None:
+    """Raises UsageError, but where a build that is no dry run would time what is missing."""
+    if options.dry_run and local_gpu(target, sm) is not None:
+        return
+    if options.timing_cache is None:
+        state = "no timing cache was given"
+    elif timed.known:
+        state = f"timing cache {options.timing_cache} answers the others alone"
+    else:
+        state = f"timing cache {options.timing_cache}: {_lack(cache, options.timing_cache, sm)}"
+    untimed = f"{timed.candidates - timed.known} of {timed.candidates} candidates for {target} have no time"
+    defaults = f"{timed.defaults} of {timed.contests} choices would be defaults"
+    raise UsageError(
+        "\n".join([f"require_timed: {untimed}, {defaults}; {state}", *warnings]),
+        hint=timing_hint(target, options),
+    )
+
+
+def timing_hint(target: str, options: BuildOptions) -> str:
+    """How to get the times that a build requires and does not find."""
+    cache = options.timing_cache or "CACHE.json"
+    return (
+        f"make a pack with this build's options, tapeout build MODEL --target {target} --pack FILE.pack; "
+        f"on the GPU, tapeout time FILE.pack -o {cache}; then build with --timing-cache {cache}. "
+        "Or leave out --require-timed"
+    )
+
+
 def _time_here(
     open_: Unanswered,
     limits: Limits,
@@ -207,9 +244,14 @@ def _warnings(
         return [f"{answered} ({timings.gpu.name}); {defaults}"]
     warnings = [f"tactics for {target} are defaults, nothing was timed"]
     if options.timing_cache is not None:
-        others = ", ".join(gpu.text() for gpu in gpus_in(cache, sm))
-        holds = f"it holds those of {others}" if others else f"it holds none of an sm_{sm}"
-        if not cache.entries:
-            holds = "it is empty" if options.timing_cache.exists() else "it does not exist"
+        holds = _lack(cache, options.timing_cache, sm)
         warnings.append(f"timing cache {options.timing_cache} has no timings that serve {target}: {holds}")
     return warnings
+
+
+def _lack(cache: TimingCache, path: Path, sm: int) -> str:
+    """Why a cache answers nothing."""
+    if not cache.entries:
+        return "it is empty" if path.exists() else "it does not exist"
+    others = ", ".join(gpu.text() for gpu in gpus_in(cache, sm))
+    return f"it holds those of {others}" if others else f"it holds none of an sm_{sm}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from tapeout.compiler.cuda_plan import KernelTable, lacking_memory
 from tapeout.compiler.files import check_output, remove_leftovers, temporary_file
+from tapeout.compiler.progress import of_kernels
 from tapeout.compiler.tactics.gpu_cases import (
     cache_of,
     checking_step,
@@ -65,7 +66,7 @@ def make_pack(
     progress(
         f"{len({s.key() for s in specs})} kernels of {sum(len(c.contenders) for c in decisions)} tactics"
     )
-    compiled, failures = _compile([*specs, *tools.values()], target)
+    compiled, failures = _compile([*specs, *tools.values()], target, of_kernels(progress))
     table = KernelTable(compiled)
     numbers = _Numbers()
     entries = []
@@ -169,16 +170,18 @@ def _failure(contender: Contender, failures: Mapping[str, str]) -> str:
 
 
 def _compile(
-    specs: Sequence[KernelSpec], target: CudaTarget
+    specs: Sequence[KernelSpec], target: CudaTarget, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, CompiledKernel], dict[str, str]]:
     """Compiled kernels by key, and why others cannot run: one bad configuration costs itself."""
     unique = {spec.key(): spec for spec in specs}
     failures: dict[str, str] = {}
     try:
-        compiled = dict(zip(unique, compile_all(list(unique.values()), target.sm), strict=True))
+        kernels = compile_all(list(unique.values()), target.sm, progress=progress)
+        compiled = dict(zip(unique, kernels, strict=True))
     except TapeoutError:
         compiled = {}
-        for key, spec in unique.items():
+        for count, (key, spec) in enumerate(unique.items()):
+            progress(count, len(unique))
             try:
                 compiled[key] = compile_kernel(spec, target.sm)
             except TapeoutError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -64,24 +64,40 @@ def compile_ahead(specs: Sequence[KernelSpec], sm: int) -> None:
                 kept.ask(digest, spec, sm)
 
 
-def compile_all(specs: Sequence[KernelSpec], sm: int, workers: int = 0) -> list[CompiledKernel]:
+def compile_all(
+    specs: Sequence[KernelSpec],
+    sm: int,
+    workers: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[CompiledKernel]:
     """Compile several kernels in `workers` processes (0: one a core); results in the order of specs.
 
-    Equal specs are compiled once; inside `compilers` its processes do it. Raises what `compile_kernel`
-    raises, for the first that fails; processes have put all others into the cache by then, so who can do
-    without it does not wait for them again. Raises CapacityError when one of the processes is killed.
+    Equal specs are compiled once; inside `compilers` its processes do it. `progress` is told how many
+    distinct kernels are done, those in the cache and those that failed among them, and how many are wanted.
+
+    Raises what `compile_kernel` raises, for the first that fails; processes have put all others into the
+    cache by then, so who can do without it does not wait for them again. Raises CapacityError when one of
+    the processes is killed.
     """
     digests = [kernel_digest(spec) for spec in specs]
     unique = dict(zip(digests, specs, strict=True))
-    found = {digest: cached_kernel(spec, sm) for digest, spec in unique.items()}
-    missing = {digest: unique[digest] for digest, kernel in found.items() if kernel is None}
+    cached = {digest: cached_kernel(spec, sm) for digest, spec in unique.items()}
+    done = {digest: kernel for digest, kernel in cached.items() if kernel is not None}
+    missing = {digest: spec for digest, spec in unique.items() if digest not in done}
     workers = min(workers or len(os.sched_getaffinity(0)), len(missing))
     kept = _kept.get()
+    if missing:
+        progress(len(done), len(unique))
     if missing and (kept is not None or workers > 1):
         with nullcontext(kept) if kept is not None else _started(workers) as processes:
             asked = {digest: processes.ask(digest, spec, sm) for digest, spec in missing.items()}
-            found |= _results(asked)
-    done = {digest: kernel or compile_kernel(unique[digest], sm) for digest, kernel in found.items()}
+            for count, _ in enumerate(as_completed(asked.values()), start=len(done) + 1):
+                progress(count, len(unique))
+            done |= _results(asked)
+    else:
+        for digest, spec in missing.items():
+            done[digest] = compile_kernel(spec, sm)
+            progress(len(done), len(unique))
     return [done[digest] for digest in digests]
 
 

@@ -108,6 +108,7 @@ def test_every_option_reaches_the_compiler(compiler: Compiler) -> None:
         "max_seq_len": (256, ["--max-seq-len", "256"]),
         "tokens_per_page": (16, ["--tokens-per-page", "16"]),
         "timing_cache": (Path("cache.json"), ["--timing-cache", "cache.json"]),
+        "require_timed": (True, ["--require-timed"]),
         "weights": ("shared", ["--weights", "shared"]),
         "quantize": ("int8-dynamic", ["--quantize", "int8-dynamic"]),
         "batch_invariant": (True, ["--batch-invariant"]),

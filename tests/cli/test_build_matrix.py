@@ -37,7 +37,9 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[MatrixRequest]:
     """What is asked of the compiler, which builds nothing: one engine is built, one fails."""
     found: list[MatrixRequest] = []
     results = (
-        EngineResult("tiny", "cpu", "cpu", "built", "not built yet", Path("cpu.engine"), 2.0, 3 << 20),
+        EngineResult(
+            "tiny", "cpu", "cpu", "built", "there was no engine yet", Path("cpu.engine"), 2.0, 3 << 20
+        ),
         EngineResult(
             "tiny", "h200", "cuda:h200", "failed", "", Path("h200.engine"),
             message="no luck", hint="try again", exit_code=5,
@@ -84,7 +86,7 @@ def test_what_it_comes_to_is_told(here: Path, requests: list[MatrixRequest]) -> 
         "warning: tiny/cpu: mind this",
         "failed: tiny/h200: no luck",
         "hint: try again",
-        "  tiny/cpu   built     3.0 MiB    2.0 s  not built yet",
+        "  tiny/cpu   built     3.0 MiB    2.0 s  there was no engine yet",
         "  tiny/h200  failed",
         "1 built, 1 failed in out, 2.5 s",
     ]

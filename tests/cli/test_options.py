@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "max_seq_len": 64,
     "tokens_per_page": 16,
     "timing_cache": Path("cache.json"),
+    "require_timed": True,
     "pack": Path("tactics.pack"),
     "weights": "shared",
     "quantize": "int8-dynamic",
@@ -211,7 +212,7 @@ def test_effective_is_plain_data() -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHER))
 def test_identity_follows_exactly_the_options_that_change_the_engine(name: str) -> None:
-    cosmetic = {"timing_cache", "pack", "revision", "keep_onnx", "dump", "dry_run"}
+    cosmetic = {"timing_cache", "require_timed", "pack", "revision", "keep_onnx", "dump", "dry_run"}
     changed = BuildOptions(**{name: OTHER[name]})
     assert (changed.identity() == BuildOptions().identity()) == (name in cosmetic)
 

@@ -55,6 +55,34 @@ def test_plain_lines_mark_a_failed_stage(capsys: pytest.CaptureFixture[str]) -> 
     assert err.splitlines() == ["trace ... 30 layers", "trace failed"]
 
 
+def test_plain_lines_tell_how_far_a_long_stage_is(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    progress = PlainProgress(clock=lambda: now)
+    with progress.stage("tactics", "cuda:h200") as stage:
+        for count in range(1, 101):  # one a second, and for the last half a minute none
+            now += 1
+            stage.update(f"{min(count, 70)} of 70 kernels compiled")
+        stage.update("all timed")
+    assert capsys.readouterr().err.splitlines() == [
+        "tactics ... cuda:h200",
+        *(f"tactics ... {count} of 70 kernels compiled" for count in range(10, 71, 10)),
+        "tactics ... all timed",
+        "tactics       100.00 s  all timed",
+    ]
+
+
+def test_plain_lines_of_a_quick_stage_are_two(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    with PlainProgress(clock=lambda: now).stage("write") as stage:
+        for count in range(1000):
+            stage.update(f"{count} of 1000 weights")
+            now += 0.0099
+    assert capsys.readouterr().err.splitlines() == [
+        "write ...",
+        "write           9.90 s  999 of 1000 weights",
+    ]
+
+
 def test_silent_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     work(SilentProgress())
     assert capsys.readouterr() == ("", "")

@@ -22,6 +22,7 @@ def compile_nothing(
     specs: Sequence[KernelSpec],
     sm: int,
     workers: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     shared_bytes: Callable[[KernelSpec], int] = lambda spec: 0,
 ) -> list[CompiledKernel]:
@@ -34,6 +35,7 @@ def compile_nothing(
         cubin = _HEAD + spec.key().encode()
         shared = int(spec.constants.get("SHARED", 0)) or shared_bytes(spec)
         done.append(CompiledKernel(cubin, spec.function, 32 * spec.num_warps, shared, 0, 128, arguments))
+        progress(len(done), len(specs))
     return done
 
 

@@ -181,6 +181,25 @@ class TestSecondBuild:
         assert greedy(tmp_path / "a" / "m.engine") == greedy(first.engine)
 
 
+def test_a_model_without_a_tokenizer(
+    checkpoint: Path, own_cache: Path, tmp_path: Path, options: Options, first: BuildReport
+) -> None:
+    """Told while it is built, also by a dry run, and not when somebody wants to talk to it."""
+    assert first.warnings == ()
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("*token*", "vocab*", "merges*"))
+    for dry_run in (True, False):
+        given = options(timing_cache=own_cache, dry_run=dry_run, verify=False)
+        report = build(str(bare), tmp_path / "m.engine", given)
+        (warning,) = report.warnings
+        assert "comes without a tokenizer" in warning
+        assert "`tapeout run --prompt`, chats and stop strings will not work" in warning
+        assert "tokenizer.json" in warning, "what to do"
+        assert report.to_json()["warnings"] == [warning]
+    with LLM(tmp_path / "m.engine") as llm, pytest.raises(UsageError, match="the engine has no tokenizer"):
+        llm.generate("hello")
+
+
 class TestDryRun:
     def test_it_writes_and_times_nothing(
         self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

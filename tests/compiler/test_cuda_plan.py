@@ -119,8 +119,8 @@ def test_launches_pass_what_the_kernels_take(
 ) -> None:
     compiled = {}
 
-    def noting(specs: Any, sm: int) -> Any:
-        kernels = compile_all(specs, sm)
+    def noting(specs: Any, sm: int, **options: Any) -> Any:
+        kernels = compile_all(specs, sm, **options)
         compiled.update({k.cubin: k for k in kernels})
         return kernels
 

@@ -6,6 +6,7 @@ Nothing is compiled (see fake_kernels.py) and nothing is measured: a scripted wo
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +27,7 @@ from tapeout.compiler.report import BuildReport
 from tapeout.compiler.tactics import gpu_decide, gpu_pack
 from tapeout.compiler.tactics.cache import TimingCache
 from tapeout.plugins.cuda import KernelSpec
-from tapeout.plugins.errors import EngineIncompatibleError, UnsupportedError
+from tapeout.plugins.errors import EngineIncompatibleError, UnsupportedError, UsageError
 from tapeout.runtime.engine import open_engine
 from tapeout.runtime.executors.cuda import driver
 from tapeout.runtime.tactic_timer.pack_file import read_pack
@@ -261,6 +262,79 @@ def test_a_cache_that_is_not_there(cache: Path, engine: Callable[..., tuple[Path
     assert not missing.exists()
 
 
+class TestRequireTimed:
+    """`--require-timed`: no engine from default tactics."""
+
+    @pytest.mark.parametrize("dry_run", [False, True])
+    def test_a_misspelt_cache_fails_before_anything_is_written(
+        self, checkpoint: Path, tmp_path: Path, dry_run: bool
+    ) -> None:
+        flags = ["--target", "cuda:h200", "--dtype", "fp32", *FLAGS, "-o", str(tmp_path / "m.engine")]
+        flags += ["--timing-cache", str(tmp_path / "typo.json"), "--require-timed"]
+        flags += ["--dry-run"] if dry_run else []
+        result = CliRunner().invoke(cli, ["build", str(checkpoint), *flags])
+        assert result.exit_code == 2
+        told = re.search(
+            r"require_timed: (\d+) of (\d+) candidates for cuda:h200 have no time, (\d+) of (\d+) choices "
+            rf"would be defaults; timing cache {tmp_path}/typo.json: it does not exist\n",
+            result.stderr,
+        )
+        assert told is not None, result.stderr
+        assert told[1] == told[2] != "0"
+        assert told[3] == told[4] != "0"
+        hint = result.stderr[told.end() :]
+        for part in (
+            "build MODEL --target cuda:h200 --pack",
+            f"time FILE.pack -o {tmp_path}/typo.json",
+            "Or le",
+        ):
+            assert part in hint
+        assert list(tmp_path.iterdir()) == []
+
+    def test_without_a_cache(self, engine: Callable[..., tuple[Path, BuildReport]]) -> None:
+        with pytest.raises(UsageError, match=r"no timing cache was given$"):
+            engine(require_timed=True)
+
+    @pytest.mark.parametrize("dry_run", [False, True])
+    def test_an_engine_whose_tactics_were_timed(
+        self, cache: Path, engine: Callable[..., tuple[Path, BuildReport]], dry_run: bool
+    ) -> None:
+        path, report = engine(timing_cache=cache, require_timed=True, dry_run=dry_run)
+        assert report.timed
+        if not dry_run:
+            assert path.read_bytes() == engine(timing_cache=cache)[0].read_bytes(), (
+                "it is no part of the engine"
+            )
+
+    def test_some_times_do_not_suffice(
+        self, cache: Path, tmp_path: Path, engine: Callable[..., tuple[Path, BuildReport]]
+    ) -> None:
+        data = json.loads(cache.read_text())
+        name = next(k for k, e in data["entries"].items() if "order" not in e)
+        rest = tmp_path / "rest.json"
+        rest.write_text(
+            json.dumps({**data, "entries": {k: e for k, e in data["entries"].items() if k != name}})
+        )
+        with pytest.raises(UsageError, match=f"timing cache {rest} answers the others alone$") as told:
+            engine(timing_cache=rest, require_timed=True)
+        untimed, candidates = map(int, re.findall(r"\d+", told.value.message)[:2])
+        assert 0 < untimed < candidates
+
+    def test_a_cpu_is_timed_while_building(
+        self, tmp_path: Path, engine: Callable[..., tuple[Path, BuildReport]]
+    ) -> None:
+        _, report = engine(
+            target="cpu", require_timed=True, dry_run=True, timing_cache=tmp_path / "none.json"
+        )
+        assert report.dry_run
+
+    def test_a_pack_holds_what_is_untimed(self, checkpoint: Path, tmp_path: Path) -> None:
+        flags = ["--target", "cuda:h200", "--pack", str(tmp_path / "m.pack"), "--require-timed"]
+        result = CliRunner().invoke(cli, ["build", str(checkpoint), *flags])
+        assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
+        assert "--require-timed is for engines" in result.stderr
+
+
 class TestHere:
     """A machine with a GPU."""
 
@@ -321,6 +395,14 @@ class TestHere:
         _, report = engine()
         assert report.warnings[0] == "nothing was timed on this machine's GPU: its driver is for CUDA 11.4"
         assert not report.timed
+        with pytest.raises(UsageError, match=r"require_timed: (.|\n)*driver is for CUDA 11\.4"):
+            engine(require_timed=True)
+
+    def test_a_dry_run_knows_that_it_would_be_timed(
+        self, gpu: Callable[..., None], engine: Callable[..., tuple[Path, BuildReport]]
+    ) -> None:
+        gpu()
+        assert not engine(require_timed=True, dry_run=True)[1].timed
 
 
 class TestSharedMemory:

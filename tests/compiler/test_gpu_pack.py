@@ -87,6 +87,19 @@ def test_what_cannot_run_has_lost_already(
         pack(FakeTactic("bad", 1, **fact), FakeTactic("plain", 3))
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_kernels_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """Also when one does not compile, and all are asked for one by one."""
+    tactics = [FakeTactic("plain", 3), FakeTactic("other", 1, **({"BROKEN": True} if broken else {}))]
+    monkeypatch.setattr(cuda_plan, "cuda_tactics", lambda op: tactics)
+    told: list[str] = []
+    file = make_pack(contests({ADD.key(): ADD}, LIMITS, TARGET), LIMITS, TARGET, "cuda:h200", told.append)
+    count = len(file.pack.kernels) + broken
+    tail = [t for t in told if t.endswith(f" of {count} kernels compiled")]
+    last = count - 1 if broken else count
+    assert tail[-count:] == [f"{n} of {count} kernels compiled" for n in range(last - count + 1, last + 1)]
+
+
 def test_the_same_contests_give_the_same_bytes(pack: Callable[..., PackFile], tmp_path: Path) -> None:
     tactics = (FakeTactic("plain"), FakeTactic("fast"))
     path = tmp_path / "a.pack"

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +17,7 @@ import pytest
 import torch
 
 import tapeout.compiler.tactics.select as select
+from tapeout.compiler.tactics import timing
 from tapeout.compiler.tactics.cache import Machine, TimingCache
 from tapeout.compiler.tactics.case import make_case, make_weights
 from tapeout.compiler.tactics.select import Choices, choose_untimed, select_tactics
@@ -222,9 +228,9 @@ class TestCache:
         assert ranges(first) == ranges(second) == [(16, "b")]
 
     def test_real_times_are_rounded_before_they_decide(self, choose: Callable[..., Choices]) -> None:
-        for timing in choose(Fake("a"), Fake("b")).timings:
-            for time in (timing.time_us, *timing.losers.values()):
-                assert time == round(float(time), 3)
+        for told in choose(Fake("a"), Fake("b")).timings:
+            for time_us in (told.time_us, *told.losers.values()):
+                assert time_us == round(float(time_us), 3)
 
     @pytest.mark.parametrize("field", ["cpu", "level", "threads", "kernels", "torch", "conditions"])
     def test_another_machine_is_measured_anew(self, choose: Callable[..., Choices], field: str) -> None:
@@ -312,6 +318,89 @@ class TestCache:
     def test_a_file_that_is_not_there_is_empty(self, tmp_path: Path) -> None:
         assert TimingCache.load(tmp_path / "none.json").entries == {}
         assert TimingCache.load(None).entries == {}
+
+
+class Clock:
+    """Of a machine with other work; a call takes the next of `us`, and the last for ever.
+
+    A negative one stands for a call that took as long and was interrupted.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *us: float) -> None:
+        self.now, self.interrupted, self.calls = 0.0, 0, 0
+        self._us = us
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing, "_interruptions", lambda: self.interrupted)
+
+    def call(self) -> None:
+        us = self._us[min(self.calls, len(self._us) - 1)]
+        self.calls += 1
+        self.now += abs(us) * 1e-6
+        self.interrupted += us < 0
+
+    def fastest_us(self, best_us: float = math.inf) -> float:
+        return timing._fastest_us([self.call], best_us)
+
+
+class TestTiming:
+    """How long a candidate is timed; times are in microseconds."""
+
+    @pytest.mark.parametrize(("us", "calls"), [(1_000, 22), (8_000, 7), (500_000, 7), (1, 202)])
+    def test_a_quiet_machine_takes_20_ms_and_5_passes_at_least(
+        self, monkeypatch: pytest.MonkeyPatch, us: float, calls: int
+    ) -> None:
+        clock = Clock(monkeypatch, us)
+        assert clock.fastest_us() == pytest.approx(us)
+        assert clock.calls == calls
+
+    def test_it_goes_on_until_the_fastest_passes_agree(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One lucky pass is no time: another one must tell the same."""
+        slow = [5_000.0 * 1.2**i for i in range(8)]
+        clock = Clock(monkeypatch, 9_000, 9_000, *slow, 1_000, 6_000, 1_050, 1_000)
+        assert clock.fastest_us() == pytest.approx(1_000)
+        assert clock.calls == 2 + 8 + 3
+
+    def test_time_slices_of_the_scheduler_are_no_times(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Threads that wait for one another on taken cores: all passes alike, all interrupted."""
+        clock = Clock(monkeypatch, *[-8_000] * 20, 900)
+        assert clock.fastest_us() == pytest.approx(900)
+        assert clock.calls == 20 + 2
+
+    def test_there_is_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(monkeypatch, -8_000)
+        assert clock.fastest_us() == pytest.approx(8_000)
+        assert clock.now < 0.35
+
+    def test_a_hopeless_candidate_costs_two_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(monkeypatch, 9_000)
+        assert clock.fastest_us(best_us=1_000) == pytest.approx(9_000)
+        assert clock.calls == 2
+
+    @pytest.mark.parametrize("first", [(-9_000, -9_000), (9_000, 7_000)])
+    def test_who_was_only_interrupted_is_not_hopeless(
+        self, monkeypatch: pytest.MonkeyPatch, first: tuple[float, ...]
+    ) -> None:
+        clock = Clock(monkeypatch, *first, 700)
+        assert clock.fastest_us(best_us=1_000) == pytest.approx(700)
+
+    def test_interruptions_are_counted_where_another_program_has_the_core(self) -> None:
+        """Both on one core, so that they take turns."""
+        core = min(os.sched_getaffinity(0))
+        code = f"import os, time\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+        before, all_cores = timing._interruptions(), os.sched_getaffinity(0)
+        other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            os.sched_setaffinity(0, {core})
+            end = time.perf_counter() + 5
+            while timing._interruptions() == before and time.perf_counter() < end:
+                pass
+            assert timing._interruptions() > before
+        finally:
+            os.sched_setaffinity(0, all_cores)
+            other.kill()
+            other.communicate()
 
 
 class TestCases:

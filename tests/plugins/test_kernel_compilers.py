@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ def test_what_is_begun_ahead_is_compiled_once(
         compile_ahead(specs, 80)
     assert [(spec, sm) for _, spec, sm in asked] == [(specs[0], 80)]
     assert kernel == again == compile_kernel(specs[0], 80)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_progress_counts_distinct_kernels_as_they_come(specs: list[KernelSpec], kept: bool) -> None:
+    """One is in the cache and stands there twice."""
+    told: list[tuple[int, int]] = []
+    good = specs[0]
+    others = [replace(good, constants={**good.constants, "TOKENS": tokens}) for tokens in (128, 256)]
+    compile_kernel(good, 80)
+    with compilers(1) if kept else nullcontext():
+        compile_all([*specs, *others], 80, 1, progress=lambda *counts: told.append(counts))
+        assert told == [(1, 3), (2, 3), (3, 3)]
+        bad = replace(good, constants={**good.constants, "ROWS": 33})
+        with pytest.raises(TapeoutError, match="ROWS=33"):
+            compile_all([good, bad], 80, 1, progress=lambda *counts: told.append(counts))
+    assert told[3:] == ([(1, 2), (2, 2)] if kept else [(1, 2)])
 
 
 def test_kernels_that_nobody_waits_for_are_not_begun(specs: list[KernelSpec], tmp_path: Path) -> None:

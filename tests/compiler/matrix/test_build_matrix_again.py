@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class TestWhatMustBeMade:
     def test_everything_in_an_empty_place(self, matrix: Path, tmp_path: Path) -> None:
         request = MatrixRequest(matrix, tmp_path / "none", only=("a/*",), dry_run=True)
         report = build_matrix(request, worker=NOTHING_RUNS)
-        assert {r.why for r in report.results} == {"not built yet"}
+        assert {r.why for r in report.results} == {"there was no engine yet"}
         assert not (tmp_path / "none").exists()
 
     def test_options_that_changed(self, matrix: Path, copied: Path) -> None:
@@ -61,7 +62,7 @@ class TestWhatMustBeMade:
         assert self.plan(matrix, copied) == {
             "a/h200": "h200.engine is not the file that the index lists",
             "a/sm_80": "sm_80.engine is not the file that the index lists",
-            "a/cpu": "not built yet",
+            "a/cpu": "there was no engine yet",
         }
 
     def test_damaged_weights_are_everybodys(self, matrix: Path, copied: Path) -> None:
@@ -73,7 +74,7 @@ class TestWhatMustBeMade:
         (copied / "a" / "index.json").write_text("{")
         assert self.plan(matrix, copied) == dict.fromkeys(GOOD[:3], "the index cannot be read")
         (copied / "a" / "index.json").unlink()
-        assert self.plan(matrix, copied) == dict.fromkeys(GOOD[:3], "not in the index")
+        assert self.plan(matrix, copied) == dict.fromkeys(GOOD[:3], "it was not in the index")
 
     def test_timings_that_count(self, matrix: Path, copied: Path) -> None:
         """Of this GPU, for this engine's ops under its limits; nothing else in the file."""
@@ -93,6 +94,36 @@ class TestWhatMustBeMade:
         assert put(signature="add(another)") == {}
         assert put(conditions="batch 77") == {}
         assert put() == {"a/h200": "changed: timings"}
+
+
+class TestRequireTimed:
+    """Engines of GPUs in the set have default tactics."""
+
+    def test_an_untimed_engine_does_not_stay(
+        self, matrix: Path, copied: Path, worker: tuple[str, ...]
+    ) -> None:
+        engine, index = copied / "a" / "h200.engine", copied / "a" / "index.json"
+        before = engine.read_bytes(), index.read_bytes()
+        flags = {"require_timed": True}
+        with one_thread():
+            report = build_matrix(MatrixRequest(matrix, copied, only=("a/*0",), flags=flags), worker=worker)
+        assert statuses(report) == {"a/h200": "failed", "a/sm_80": "failed"}
+        assert report.exit_code == 2
+        for result in report.results:
+            assert result.message.startswith("require_timed: ")
+            assert f"a/{result.name}.json: it does not exist" in result.message
+        assert (engine.read_bytes(), index.read_bytes()) == before
+
+    def test_of_one_target(self, checkpoints: Path, matrix: Path, copied: Path, tmp_path: Path) -> None:
+        """In the file; a CPU's engine, which was timed while it was built, stays."""
+        path = tmp_path / "m.yaml"
+        path.write_text(
+            f"defaults: {LIMITS}\nmodels: {{a: {checkpoints}/a}}\n"
+            "targets: {'cuda:h200': {require-timed: true}, cpu: {require-timed: true}, 'cuda:sm_80': }"
+        )
+        report = build_matrix(MatrixRequest(path, copied, dry_run=True), worker=NOTHING_RUNS)
+        assert statuses(report) == {"a/h200": "planned", "a/cpu": "kept", "a/sm_80": "kept"}
+        assert report.results[0].why == "not timed, which require-timed asks for"
 
 
 class TestRepair:
@@ -128,8 +159,11 @@ class TestRepair:
     def test_an_interrupt_leaves_what_is_done_and_no_half_of_anything(
         self, matrix: Path, tmp_path: Path, worker: tuple[str, ...]
     ) -> None:
+        told: list[str] = []
+
         class Interrupt(SilentProgress):
             def info(self, text: str) -> None:
+                told.append(text)
                 if text.startswith("b/h200: built"):
                     os.kill(os.getpid(), signal.SIGINT)
 
@@ -140,6 +174,9 @@ class TestRepair:
         assert [e.file for e in load_index(folder).engines] == ["h200.engine"]
         assert not list(folder.glob(".*"))
         assert "1 built, 1 left" in (tmp_path / "set" / "summary.md").read_text()
+        assert told[0] == "b/h200: begins (there was no engine yet)"
+        ends = r"b/h200: built \(there was no engine yet\), \d+\.\d s, 1 left"
+        assert any(re.fullmatch(ends, text) for text in told), told
         report = build_matrix(replace(request, dry_run=True), worker=NOTHING_RUNS)
         assert statuses(report) == {"b/h200": "kept", "b/sm_80": "planned"}
 

@@ -77,9 +77,9 @@ def test_exactly_the_kernels_of_the_engine(
     models.make_tiny("llama", tmp_path / "m", seed=0)
     begun, compiled = set[tuple[str, int]](), set[tuple[str, int]]()
 
-    def note(specs: Any, sm: int) -> Any:
+    def note(specs: Any, sm: int, **options: Any) -> Any:
         compiled.update((spec.key(), sm) for spec in specs)
-        return compile_nothing(specs, sm)
+        return compile_nothing(specs, sm, **options)
 
     monkeypatch.setattr(
         choose, "compile_ahead", lambda specs, sm: begun.update((spec.key(), sm) for spec in specs)

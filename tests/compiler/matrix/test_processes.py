@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tapeout.compiler.matrix import run_job
 from tapeout.compiler.matrix.job import ENGINE, Event, Job, Task, parse_job
 from tapeout.compiler.matrix.processes import WORKER as WORKER_COMMAND
 from tapeout.compiler.matrix.processes import Estimated, run_jobs
@@ -55,6 +56,19 @@ def test_a_job_survives_the_pipe(tmp_path: Path) -> None:
     options = BuildOptions(target="cuda:h200", timing_cache=tmp_path / "c.json", seed=3, weights="shared")
     job = Job("org/model", (Task("m/h200", ENGINE, tmp_path / "x.engine", options),), tmp_path / "lock", 2)
     assert parse_job(job.text()) == job
+
+
+def test_a_task_that_takes_long_tells_how_far_it_is() -> None:
+    now, told = 0.0, list[Event]()
+    stages = run_job._Stages("m/h200", told.append, clock=lambda: now)
+    with stages.stage("tactics", "cuda:h200") as stage:
+        for count in range(1, 26):
+            now += 1
+            stage.update(f"{count} of 25 kernels compiled")
+    with stages.stage("write") as stage:
+        stage.update("50% of 2 bytes")
+    texts = ["tactics", *(f"tactics ... {n} of 25 kernels compiled" for n in (10, 20)), "write"]
+    assert told == [Event("stage", "m/h200", text) for text in texts]
 
 
 @pytest.mark.parametrize(("workers", "memory", "most"), [(3, 100, 3), (2, 100, 2), (3, 4, 2), (3, 1, 1)])

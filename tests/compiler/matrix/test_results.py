@@ -21,11 +21,16 @@ def result(title: str, status: str, **facts: Any) -> EngineResult:
 def report() -> MatrixReport:
     results = (
         result(
-            "a/cpu", "built", why="not built yet", seconds=2.5, size_bytes=3 << 20, details={"timed": True}
+            "a/cpu",
+            "built",
+            why="there was no engine yet",
+            seconds=2.5,
+            size_bytes=3 << 20,
+            details={"timed": True},
         ),
         result("a/l4", "failed", message="it broke | here\nand `there`\x01 ```", hint="mend it", exit_code=5),
         result("b/cpu", "kept", why="unchanged"),
-        result("b/l4", "left", why="not built yet"),
+        result("b/l4", "left", why="there was no engine yet"),
     )
     return MatrixReport(Path("out"), "finish", results, 3.0, ("b/cpu: mind this",))
 
@@ -42,13 +47,20 @@ def test_the_exit_code_is_that_of_the_worst_failure(codes: tuple[int, ...], wors
 def test_markdown(report: MatrixReport) -> None:
     lines = report.markdown().splitlines()
     assert lines[0] == "# Engines: 1 built, 1 kept, 1 failed, 1 left"
-    assert "| a/cpu | cpu | built | 3.0 MiB | timed | 2.5 | not built yet |" in lines
+    assert "| a/cpu | cpu | built | 3.0 MiB | timed | 2.5 | there was no engine yet |" in lines
     assert "## a/l4 failed (5)" in lines
     assert "hint: mend it" in lines
     assert "Warning: b/cpu: mind this" in lines
     table = [line for line in lines if line.startswith("|")]
     assert {line.count("|") for line in table} == {8}
     assert sum(line.startswith("```") for line in lines) == 2
+
+
+def test_the_reason_stands_apart_from_the_status(report: MatrixReport) -> None:
+    told = [r.told() for r in report.results]
+    assert told == [
+        "built (there was no engine yet)", "failed", "kept (unchanged)", "left (there was no engine yet)"
+    ]  # fmt: skip
 
 
 def test_junit(report: MatrixReport) -> None:
@@ -60,6 +72,9 @@ def test_junit(report: MatrixReport) -> None:
     (failure,) = suites["a"].iter("failure")
     assert failure.get("message") == "it broke | here"
     assert failure.text == "it broke | here\nand `there`? ```\nhint: mend it"
+    assert [out.text for out in top.iter("system-out")] == [
+        "built (there was no engine yet)", "kept (unchanged)"
+    ]  # fmt: skip
     assert [case.get("name") for case in suites["b"] if case.find("skipped") is not None] == ["l4"]
 
 

@@ -55,8 +55,8 @@ _SPECS: dict[bytes, KernelSpec] = {}
 _NOTHING = (ctypes.c_uint8 * 16)()
 
 
-def described(specs: Sequence[KernelSpec], sm: int) -> list[CompiledKernel]:
-    done = compile_nothing(specs, sm)
+def described(specs: Sequence[KernelSpec], sm: int, **options: Any) -> list[CompiledKernel]:
+    done = compile_nothing(specs, sm, **options)
     _SPECS.update((kernel.cubin, spec) for kernel, spec in zip(done, specs, strict=True))
     return done
 

@@ -276,6 +276,13 @@ def test_named_segments_run_everywhere(timed: Place) -> None:
         assert {time.winner for time in engine.manifest.regions} == {"tensorrt"}
         assert {t.segment_us for t in engine.manifest.regions if t.rows == 2} == {9000}
         assert not engine.manifest.timed  # with 4 rows they were wrong
+    done = timed.build(
+        "-o", timed.folder / "no.engine", "--timing-cache", timed.cache, "--tactics", "tensorrt",
+        "--require-timed", code=2,
+    )  # fmt: skip
+    assert "require_timed: not all TensorRT segments have times for cuda:" in done.output
+    assert f"timing cache {timed.cache} lacks some" in done.output
+    assert not (timed.folder / "no.engine").exists()
 
 
 def test_native_knows_nothing_of_it(timed: Place, finished: Path) -> None:
