@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -121,13 +122,23 @@ def _results(asked: Mapping[str, Future[CompiledKernel]]) -> dict[str, CompiledK
 def _started(workers: int) -> Iterator[_Compilers]:
     made = _Compilers(workers)
     try:
-        with _with_huge_pages():
+        with _with_huge_pages(), _deaf_to_ctrl_c():
             for _ in range(workers):
                 made.pool.submit(_get_ready)
         yield made
     finally:
-        # Kernels that nobody waits for any more are not begun.
-        made.pool.shutdown(cancel_futures=True)
+        _end(made.pool)
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    """Kernels that nobody waits for any more are not begun; on a second Ctrl-C none is finished either, where
+    Python would compile at its exit whatever had been asked for."""
+    try:
+        pool.shutdown(cancel_futures=True)
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
 
 
 @contextmanager
@@ -144,6 +155,17 @@ def _with_huge_pages() -> Iterator[None]:
         yield
     finally:
         del os.environ["GLIBC_TUNABLES"]
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that start meanwhile hear no SIGINT, which a terminal sends to all of a group: one that died
+    with a queue's lock would leave the others, and who waits for them, waiting. The parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:

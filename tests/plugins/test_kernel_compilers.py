@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -157,3 +159,48 @@ def test_only_the_processes_get_memory_in_large_pieces(monkeypatch: pytest.Monke
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     with compilers(1):
         assert made[1].submit(os.getenv, "GLIBC_TUNABLES").result() == "glibc.malloc.check=0"
+
+
+LONG_QUEUE = """
+import time
+from tapeout.plugins.triton_aot import processes
+
+if __name__ == "__main__":
+    processes._get_ready = time.time  # as the first thing, instead of the compiler's imports
+    with processes._started(2) as made:
+        made.pool.submit(time.time).result()
+        asked = [made.pool.submit(time.sleep, 1) for _ in range(300)]
+        print("asked", flush=True)
+        asked[-1].result()
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_leaves_no_process_and_waits_for_no_queue(times: int, tmp_path: Path) -> None:
+    """A terminal sends it to all processes; whoever presses it again wants no kernel to be finished."""
+    program = tmp_path / "program.py"
+    program.write_text(LONG_QUEUE)
+    child = subprocess.Popen(
+        [sys.executable, program],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "asked\n"
+    for _ in range(times):
+        os.killpg(child.pid, signal.SIGINT)
+        time.sleep(0.3)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in stderr
+    assert _is_gone(child.pid, seconds=30)  # multiprocessing's own helper ends last
+
+
+def _is_gone(group: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
