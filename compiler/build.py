@@ -103,7 +103,8 @@ def _build(
                 stack.enter_context(shared.ahead())  # nothing is timed that this could disturb
                 # Left first: what waits for the hashes does not outlive a build that fails.
                 stack.enter_context(source.checkpoint.hashes.giving_up())
-        elif on_cpu and not options.dry_run:
+        hashed = shared is None and not options.dry_run
+        if hashed and on_cpu:
             _hash(source, stages)  # nothing else may run while tactics are timed on these cores
         with stages("tactics", target) as stage, timing():
             if on_cpu:
@@ -116,7 +117,7 @@ def _build(
         if shared is not None:
             with stages("weights", "the file beside the engine") as stage:
                 shared.result(of_bytes(stage))
-        elif not on_cpu and not options.dry_run:
+        if hashed and not on_cpu:
             _hash(source, stages)
         weights_digest = "" if options.dry_run else source.checkpoint.digest()
         program = plan_program(

@@ -11,17 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from tapeout.compiler.files import check_output, remove_leftovers, temporary_file, uninterrupted
-from tapeout.compiler.pending_file import PendingFile, Progress
+from tapeout.compiler.pending_file import NO_SEAL, PendingFile, Progress
 from tapeout.compiler.shared_weights import SharedWeights
 from tapeout.model_defs.weights import Read, WeightRef, recipe_digest
 from tapeout.plugins.errors import TapeoutError
-from tapeout.runtime.engine.container import KIND_ENGINE, SHA_BYTES, Layout, plan_layout
+from tapeout.runtime.engine.container import KIND_ENGINE, Layout, plan_layout
 from tapeout.runtime.engine.launches import KERNEL_ABI, LaunchTable
 from tapeout.runtime.engine.manifest import Manifest
 from tapeout.runtime.engine.program import Program
 from tapeout.runtime.engine.program_check import ProgramWeight, program_problems
 
-_NO_SEAL = bytes(SHA_BYTES)
 _HEADER_RESERVE_BYTES = 2048  # room for the verdict of the comparison with Hugging Face
 
 
@@ -105,7 +104,7 @@ def stage_engine(
     facts: dict[str, Any]
     if shared is None:
         digest, sibling = recipe_digest(weights, source_digest, read), None
-        facts, seal, shared_bytes = {"storage": "embedded", "digest": digest}, _NO_SEAL, 0
+        facts, seal, shared_bytes = {"storage": "embedded", "digest": digest}, NO_SEAL, 0
     else:
         sibling = shared.result(progress)
         facts = {"storage": "shared", "digest": sibling.digest, "file": sibling.path.name}

@@ -16,11 +16,14 @@ from tapeout.compiler.files import remove_leftovers, sync_directory, temporary_f
 from tapeout.compiler.weight_stream import made_ahead
 from tapeout.model_defs.weights import Read, WeightRef
 from tapeout.plugins.errors import TapeoutError
-from tapeout.runtime.engine.container import Layout
+from tapeout.runtime.engine.container import SHA_BYTES, Layout
 from tapeout.runtime.engine.integrity import WeightChecksums, integrity_section
 
 #: Told (bytes written, bytes in all) after every tensor.
 Progress = Callable[[int, int], None]
+
+#: In the place of the seal of a shared weight file, where there is none.
+NO_SEAL = bytes(SHA_BYTES)
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

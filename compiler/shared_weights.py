@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tapeout.compiler.files import check_output, remove_leftovers
-from tapeout.compiler.pending_file import PendingFile, Progress
+from tapeout.compiler.pending_file import NO_SEAL, PendingFile, Progress
 from tapeout.model_defs.tensor_hashes import TensorHashes
 from tapeout.model_defs.weights import Read, WeightRef, recipe_digest
 from tapeout.plugins.errors import EngineError, UsageError
-from tapeout.runtime.engine.container import KIND_WEIGHTS, SHA_BYTES, Layout, plan_layout
+from tapeout.runtime.engine.container import KIND_WEIGHTS, Layout, plan_layout
 from tapeout.runtime.engine.reader import open_weights_file
 
 _SUFFIX = ".weights.safetensors"
-_NO_SEAL = bytes(SHA_BYTES)
 _POLL_SECONDS = 0.1  # how often a listener hears of a file that another thread writes
 
 
@@ -106,7 +105,7 @@ class SharedWeights:
     def _named_afterwards(self, hashes: TensorHashes, progress: Progress | None) -> SharedFile:
         """Reading the checkpoint once instead of twice: its bytes are hashed as they are written."""
         unknown = _layout({"digest": "0" * 64}, self._weights)
-        file = PendingFile(self._engine.with_name(f"{self._engine.name}{_SUFFIX}"), unknown, {}, _NO_SEAL)
+        file = PendingFile(self._engine.with_name(f"{self._engine.name}{_SUFFIX}"), unknown, {}, NO_SEAL)
         with file.failing_cleanly():
             with hashes.while_reading():
                 file.write_sections(self._weights, self._read, progress)
@@ -166,7 +165,7 @@ def write_weights_file(
 
     With `seal` given, a file that comes out with another one gets no name: what was at `path` stays.
     """
-    file = PendingFile(path, _layout(metadata, weights), {}, _NO_SEAL)
+    file = PendingFile(path, _layout(metadata, weights), {}, NO_SEAL)
     with file.failing_cleanly():
         file.write_sections(weights, read, progress)
         found = file.write_integrity()
